@@ -442,10 +442,8 @@ def _scanned(operands: tuple[Tensor, ...], *, is_delta: bool) -> Tensor:
         for x in (query, key)
     )
     decay = log_decay.exp().view(*gain.shape, -1, 1)
-    starts, out = (
-        {sum(STATE_CONTEXTS[:i]) for i in range(len(STATE_CONTEXTS))},
-        torch.empty_like(value),
-    )
+    starts = {sum(STATE_CONTEXTS[:i]) for i in range(len(STATE_CONTEXTS))}
+    out = torch.empty_like(value)
     for t in range(len(value)):
         if t in starts:
             state = value.new_zeros(STATE_HEADS, STATE_DIM, STATE_DIM)

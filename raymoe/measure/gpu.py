@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from types import TracebackType
 from typing import Generic, Self
 
@@ -21,13 +20,18 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_linear import PlainLinear
-from raymoe.kernels.cpu_state import scan
 from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
-from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
-from raymoe.measure.jobs import AttentionShape, decode_job, random_matrix, shuffled_table
+from raymoe.measure.jobs import (
+    AttentionShape,
+    StateShape,
+    decode_job,
+    random_matrix,
+    scan_job,
+    shuffled_table,
+)
 from raymoe.measure.timing import KernelJob
 from raymoe.model.device_experts import make_device_experts
 from raymoe.schedule.graph import Op, Resource, Task
@@ -184,8 +188,7 @@ ATTENTION = AttentionShape()
 CONTEXTS, PROMPTS = (128, 1024, 8192), (512, 4096)
 KV_BYTES = 512 * MIB  # read by a decode step
 PROMPT_TOKENS = 8192  # of a prefill step
-STATE_BYTES = 512 * MIB  # updated by a decode step
-STATE_HEADS, STATE_GROUPS, STATE_DIM = 32, 16, 128  # of Qwen3.5
+NUM_STATES = 256  # of 2 MiB each, updated by a decode step
 SMALL_EXPERT, SMALL_ROWS = 128, 2
 
 
@@ -339,44 +342,6 @@ def attention_job(
     )
 
 
-def states_job(device: torch.device, dtype: torch.dtype) -> KernelJob:
-    """A decode step of a gated delta rule."""
-    shape = (STATE_HEADS, STATE_DIM, STATE_DIM)
-    rows = STATE_BYTES // (prod(shape) * torch.float32.itemsize)
-    states_NHKV = torch.zeros(rows, *shape, device=device)
-    step = AttentionBatch(
-        query_start=torch.arange(rows + 1, dtype=torch.int32),
-        context_tokens=torch.full((rows,), 2, dtype=torch.int32),
-        block_table=torch.empty(rows, 0, dtype=torch.int32),
-        slots=torch.randperm(rows).int(),
-    )
-    key_TGK, value_THV = (
-        torch.randn(rows, heads, STATE_DIM, device=device).to(dtype)
-        for heads in (STATE_GROUPS, STATE_HEADS)
-    )
-    gain_TH = torch.rand(rows, STATE_HEADS, device=device)
-    call = partial(
-        scan,
-        key_TGK,
-        key_TGK,
-        value_THV,
-        -gain_TH,
-        gain_TH,
-        states_NHKV,
-        StateBatch.of(step, device),
-        scale=STATE_DIM**-0.5,
-        delta=True,
-        normalize=True,
-    )
-    return KernelJob(
-        kernel="states",
-        case=f"{rows} of {shape}",
-        calls=[call],
-        bytes_per_call=2 * states_NHKV.nbytes,
-        flop_per_call=7 * states_NHKV.numel(),
-    )
-
-
 def device_attention(
     layout: KvLayout, step: AttentionBatch, device: torch.device, value_dim: int
 ) -> Callable[[Projected, Tensor], Tensor]:
@@ -455,7 +420,7 @@ def make_jobs(device: torch.device) -> DeviceJobs:
         },
         decodes={n: attention_job(device, dtype, n, 1) for n in CONTEXTS},
         prefills={n: attention_job(device, dtype, n, n) for n in PROMPTS},
-        states=states_job(device, dtype),
+        states=scan_job(StateShape(dtype=dtype), NUM_STATES, 1, device),
         small=[partial(experts_layer(device, dtype, SMALL_EXPERT), *inputs_of_experts(SMALL_ROWS))],
         reads=[partial(source[0].copy_, source[1])],
         read_bytes=READ_BYTES,

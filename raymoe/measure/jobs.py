@@ -1,4 +1,4 @@
-"""Jobs that measure CPU kernels: attention, latent attention, states, experts, projections."""
+"""Jobs that measure CPU kernels, and states on a GPU too."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, appe
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
 from raymoe.kernels.cpu_state import scan
+from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
@@ -20,6 +21,7 @@ from raymoe.specs.weight_format import Gptq, PackedInt4, Piece, WeightFormat
 from raymoe.units import ceil_div
 
 MIN_CACHE_BYTES = 512 << 20
+STATE = 0.01  # every number of a state before it is updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,33 +179,48 @@ class StateShape:
         return f"{kind} {size} {str(self.state_dtype).removeprefix('torch.')}"
 
 
-def scan_job(shape: StateShape, batch: int, new_tokens: int) -> KernelJob:
+def scan_job(
+    shape: StateShape, batch: int, new_tokens: int, device: torch.device | None = None
+) -> KernelJob:
     """`new_tokens` of each of `batch` sequences: a step if one, else whole prompts.
 
     The states are read and written once. A token takes 7 operations for each element of
     a state (decay, update, two products), 5 without the delta rule.
+
+    Args:
+        device: Measures its kernels instead of those of the CPU.
     """
     tokens, elements = batch * new_tokens, math.prod(shape.state_shape)
     decays = (tokens, shape.num_heads) + ((shape.key_dim,) if shape.per_channel else ())
-    query_TGK, key_TGK = torch.randn(2, tokens, shape.num_groups, shape.key_dim).to(shape.dtype)
-    value_THV = torch.randn(tokens, shape.num_heads, shape.value_dim).to(shape.dtype)
-    log_decay, gain_TH = -torch.rand(decays) / 10, torch.rand(tokens, shape.num_heads)
     past = 100 if new_tokens == 1 else 0
+    query_TGK, key_TGK = torch.randn(2, tokens, shape.num_groups, shape.key_dim, device=device).to(
+        shape.dtype
+    )
+    value_THV = torch.randn(tokens, shape.num_heads, shape.value_dim, device=device).to(shape.dtype)
+    log_decay = -torch.rand(decays, device=device) / 10
+    gain_TH = torch.rand(tokens, shape.num_heads, device=device)
     sequences = AttentionBatch(
         query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
         context_tokens=torch.full((batch,), past + new_tokens, dtype=torch.int32),
         block_table=torch.empty(0, 0, dtype=torch.int32),
         slots=shuffled_table(batch, 1).flatten(),
     )
+    prepared: AttentionBatch | StateBatch = sequences
+    if device is None:
+        layers = _state_layers(shape, batch)
+    else:
+        size = (batch, *shape.state_shape)
+        layers = [torch.full(size, STATE, dtype=shape.state_dtype, device=device)]
+        prepared = StateBatch.of(sequences, device, has_channel_decays=shape.per_channel)
     return KernelJob(
         kernel="state step" if new_tokens == 1 else "state prefill",
         case=f"{shape}, {batch} x {new_tokens}",
         calls=[
             partial(
-                scan, query_TGK, key_TGK, value_THV, log_decay, gain_TH, states, sequences,
+                scan, query_TGK, key_TGK, value_THV, log_decay, gain_TH, states, prepared,
                 scale=shape.key_dim**-0.5, delta=shape.delta, normalize=shape.delta,
             )
-            for states in _state_layers(shape, batch)
+            for states in layers
         ],
         bytes_per_call=2 * shape.state_dtype.itemsize * batch * elements,
         flop_per_call=(7 if shape.delta else 5) * tokens * elements,
@@ -216,7 +233,7 @@ def _state_layers(shape: StateShape, batch: int) -> list[Tensor]:
     num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
     layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
     shaped = layers.view(shape.state_dtype).view(num_layers, batch, *shape.state_shape)
-    return list(shaped.fill_(0.01))
+    return list(shaped.fill_(STATE))
 
 
 MIN_WEIGHT_BYTES = 256 << 20
