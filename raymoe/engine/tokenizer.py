@@ -79,13 +79,13 @@ RENDER_LIMIT_S = 5.0  # CPU time
 MAX_CHARACTERS = 8_000_000
 CHAT_MAX_MEMORY_BYTES = 1 << 30
 MAX_MESSAGES = 10_000
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' marker of the continuation point
 
-
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+WITHOUT_CONTENT = ("tool_calls", *REASONING_FIELDS)  # what an assistant may give instead
 RESERVED_KWARGS = frozenset(
-    ("messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "padding",
-     "return_tensors", "return_assistant_tokens_mask", "truncation", "max_length",
-     "tokenizer_kwargs")
+    ("self", "messages", "conversation", "conversations", "tools", "tokenize", "chat_template",
+     "return_dict", "padding", "return_tensors", "return_assistant_tokens_mask", "truncation",
+     "max_length", "tokenizer_kwargs", "sanitize_control_tokens")
 )  # fmt: skip
 
 
@@ -94,6 +94,7 @@ class Chat:
     """Messages, the tools that they may call in OpenAI's format, and arguments of the template.
 
     Attributes:
+        tools: Without any, the template gets none.
         template_kwargs: Such as ``enable_thinking``; also ``add_generation_prompt`` and
             ``continue_final_message``, as `apply_chat_template` of transformers has them.
     """
@@ -104,18 +105,23 @@ class Chat:
 
 
 class ChatTemplate:
-    """Renders chats in a helper process, one at a time. Thread-safe.
+    """Renders chats as transformers does, in a helper process, one at a time. Thread-safe.
 
-    `variables` are special tokens and other variables of the template.
+    Args:
+        source: The template, or several by name: rows with tools take "tool_use", others "default".
+        variables: Special tokens and other variables of the template.
     """
 
     def __init__(
-        self, source: str, variables: Mapping[str, Any], render_limit_s: float = RENDER_LIMIT_S
+        self,
+        source: str | Mapping[str, str],
+        variables: Mapping[str, Any],
+        render_limit_s: float = RENDER_LIMIT_S,
     ) -> None:
         self._variables, self._limit_s = dict(variables), render_limit_s
         self._worker = WorkerProcess(
             CHAT_WORKER,
-            {"template": source, "max_characters": MAX_CHARACTERS},
+            {"templates": source, "max_characters": MAX_CHARACTERS},
             what="the chat template",
             load_cpu_s=CHAT_LOAD_LIMIT_S,
             memory_bytes=CHAT_MAX_MEMORY_BYTES,
@@ -137,7 +143,7 @@ class ChatTemplate:
             WorkerProcessError: The process was killed from outside.
         """
         chat = check_messages(messages)
-        _check_nesting("tools", tools)
+        _check_plain("tools", tools)
         kwargs = check_template_kwargs(template_kwargs or {})
         is_assistant = chat[-1]["role"] == "assistant"
         is_continued = kwargs.pop("continue_final_message", is_assistant)
@@ -146,31 +152,20 @@ class ChatTemplate:
             raise ConfigError("continue_final_message needs a final message of the assistant")
         if is_continued and is_answered:
             raise ConfigError("continue_final_message and add_generation_prompt exclude each other")
-        if is_continued:
-            chat[-1] = chat[-1] | {"content": chat[-1].get("content", "") + CONTINUE_TAG}
-        request = self._variables | {"documents": None, **kwargs}
-        request |= {"messages": chat, "tools": list(tools) or None}
-        request["add_generation_prompt"] = is_answered
-        text = self._ask(request)
-        if tools and text == self._ask(request | {"tools": None}):
-            raise ConfigError("the model's chat template takes no tools; leave them out")
-        return _before_tag(text) if is_continued else text
+        request = {
+            "messages": chat,
+            "tools": list(tools) or None,
+            "variables": self._variables | kwargs,
+            "continue_final_message": is_continued,
+            "add_generation_prompt": is_answered,
+        }
+        answer, _ = self._worker.ask(request, cpu_s=self._limit_s)
+        if "refused" in answer:
+            raise ConfigError(f"the chat template {answer['refused']}")
+        return str(answer["text"])
 
     def close(self) -> None:
         self._worker.close()
-
-    def _ask(self, variables: dict[str, Any]) -> str:
-        answer, _ = self._worker.ask(variables, cpu_s=self._limit_s)
-        return str(answer["text"])
-
-
-def _before_tag(text: str) -> str:
-    tag = CONTINUE_TAG.strip()
-    place = text.rfind(tag)
-    if place < 0:
-        raise ConfigError("the chat template does not show the final assistant message")
-    is_spaced = text.startswith(CONTINUE_TAG, place)
-    return text[:place] if is_spaced else text[:place].rstrip()
 
 
 def check_template_kwargs(given: object) -> dict[str, Any]:
@@ -184,29 +179,30 @@ def check_template_kwargs(given: object) -> dict[str, Any]:
     for name in ("continue_final_message", "add_generation_prompt"):
         if not isinstance(given.get(name, True), bool):
             raise ConfigError(f"{name} is {given[name]!r:.60}; it takes true or false")
-    _check_nesting("chat_template_kwargs", dict(given))
-    try:
-        json.dumps(given, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"chat_template_kwargs cannot be written as JSON: {error}") from error
+    _check_plain("chat_template_kwargs", dict(given))
     return dict(given)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Normalise messages for templates: null keys dropped, text parts joined, reasoning named."""
+    """Check messages for templates; drop null keys and name reasoning, as transformers does."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages is a {type(messages).__name__}; it takes a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise ConfigError(f"messages has {len(messages)} entries; it takes 1 to {MAX_MESSAGES}")
     _check_nesting("messages", messages)
     chat = [_check_message(index, message) for index, message in enumerate(messages)]
-    try:
-        json.dumps(chat, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"messages are not valid Unicode: {error.reason}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"messages cannot be written as JSON: {error}") from error
+    _check_plain("messages", chat)
     return chat
+
+
+def _check_plain(what: str, value: object) -> None:
+    _check_nesting(what, value)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what}: not valid Unicode: {error.reason}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be written as JSON: {error}") from error
 
 
 def _check_message(index: int, message: object) -> dict[str, Any]:
@@ -217,30 +213,28 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
-    if fields.get("tool_calls") == []:  # tables fill it in where there are none
-        del fields["tool_calls"]
     if "tool_calls" in fields:
-        fields["tool_calls"] = _check_tool_calls(where, fields["tool_calls"])
+        _check_tool_calls(where, fields["tool_calls"])
     content = fields.get("content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        fields["content"] = content = "".join(_part_text(where, part) for part in content)
-    has_calls = "tool_calls" in fields and role == "assistant"
-    if not isinstance(content, str) and not (content is None and has_calls):
+        for part in content:
+            _check_part(where, part)
+        return _name_reasoning(fields | {"content": [*content]})
+    says_more = role == "assistant" and any(fields.get(name) for name in WITHOUT_CONTENT)
+    if not isinstance(content, str) and not (content is None and says_more):
         raise ConfigError(f"{where} has content {content!r:.60}; it takes text")
     return _name_reasoning(fields)
 
 
 def _name_reasoning(fields: dict[str, Any]) -> dict[str, Any]:
     """Give reasoning the names that templates read; gpt-oss reads `thinking`, most the other."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    text = next((fields[name] for name in names if name in fields), None)
+    text = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
     return fields if text is None else {"thinking": text} | fields | {"reasoning_content": text}
 
 
-def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
+def _check_tool_calls(where: str, calls: object) -> None:
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
         raise ConfigError(f"{where} has tool_calls {calls!r:.60}; it takes a list")
-    checked = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
@@ -254,8 +248,6 @@ def _check_tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
                     f"{where} has tool arguments that are not JSON: {error}"
                 ) from error
             _check_nesting(f"{where}: the value of tool arguments", arguments)
-        checked.append({**call, "function": {**function, "arguments": arguments}})
-    return checked
 
 
 def _check_nesting(what: str, value: object) -> None:
@@ -264,11 +256,13 @@ def _check_nesting(what: str, value: object) -> None:
         raise ConfigError(f"{what} {problem}")
 
 
-def _part_text(where: str, part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
+def _check_part(where: str, part: object) -> None:
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
+        return
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise ConfigError(f"{where} has a content part of type {kind!r:.40}; only text is supported")
 

@@ -11,7 +11,7 @@ from raymoe.cli.storage import Location
 from raymoe.config import SamplingParams
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.rows import RowReader
-from raymoe.engine.tokenizer import Chat, ChatTemplate, check_messages
+from raymoe.engine.tokenizer import Chat, ChatTemplate
 from tests.tiny import make_checkpoint
 
 # Asks for everything the way the templates of supported families do: what is defined is there.
@@ -140,11 +140,6 @@ def test_nulls_that_somebody_wrote_reach_the_template(template):
     text = render(template, request.prompt)
     assert '"default": null' in text
     assert "limit=null;" in text
-
-
-def test_an_empty_list_of_tool_calls_is_none():
-    (message,) = check_messages([{"role": "user", "content": "hi", "tool_calls": []}])
-    assert message == {"role": "user", "content": "hi"}
 
 
 @pytest.fixture(scope="module")

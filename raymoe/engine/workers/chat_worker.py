@@ -1,149 +1,211 @@
-"""Renders chat templates in a helper process: a role of `framed_worker`.
+"""Renders chats in a helper process: a role of `framed_worker`.
 
-A template is untrusted text from a model repository. The sandbox protects Python, the process
-protects the engine. The environment (filters, globals, tags) is that of transformers, so that
-templates render the same text.
+A template is untrusted text from a model repository. transformers renders it, so that the text is
+its own; its sandbox protects Python, and this process protects the engine. Where transformers would
+leave out the text of a message or write it as Python writes lists, the chat is refused.
 """
 
-import datetime
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
+import jinja2.meta
+from transformers.utils import chat_template_utils
 
-Frame = tuple[dict[str, Any], bytes]
-Answer = Callable[[dict[str, Any], bytes], Frame]
+Message = dict[str, Any]
+Frame = tuple[Message, bytes]
+Answer = Callable[[Message, bytes], Frame]
+Templates = str | dict[str, str]
 
-
-class TooLargeError(Exception):
-    """The template wrote more than its limit."""
+MAX_REASON_CHARACTERS = 1000
 
 
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text; it renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+class RefusedError(Exception):
+    """The template cannot show this chat; the text follows on "the chat template"."""
 
 
-class SafeNamespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore."""
-
-    # As in jinja2: `self` may be a key too.
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        names = dict(*args[1:], **kwargs)
-        for name in names:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(args[0], names)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
+def choose_template(templates: Templates, *, has_tools: bool) -> str:
+    """Choose as `get_chat_template` of transformers."""
+    if isinstance(templates, str):
+        return templates
+    name = "tool_use" if has_tools and "tool_use" in templates else "default"
+    if name not in templates:
+        raise RefusedError(f"has the names {', '.join(sorted(templates))}, none of them 'default'")
+    return templates[name]
 
 
-class SafeDict:
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+@functools.lru_cache
+def reads_tools(source: str) -> bool:
+    # Its environment knows the tags of transformers.
+    environment = chat_template_utils._compile_jinja_template(source).environment  # noqa: SLF001
+    return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
 
 
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+def render(source: str, request: Message, max_characters: int) -> str:
+    """Return what transformers renders of a request.
+
+    It has `messages`, `tools` (a list or None), `variables` of the template, and transformers'
+    `add_generation_prompt` and `continue_final_message`. Raises what transformers and the template
+    raise, or `RefusedError`.
+    """
+    if request["tools"] is not None and not reads_tools(source):
+        raise RefusedError("takes no tools; leave them out")
+    draw = functools.partial(_render_arguments, source, request)
+    messages = request["messages"]
+    try:
+        text = draw(messages)
+    except (TypeError, jinja2.UndefinedError) as error:
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            raise
+        raise RefusedError(f"failed: {error}; it may take content only as text") from error
+    if len(text) > max_characters:
+        raise RefusedError(f"wrote more than {max_characters} characters")
+    _check_parts(text, messages, is_continued=request["continue_final_message"])
+    _check_contents(text, messages, draw)
+    cleaned = [_without_empty_calls(message) for message in messages]
+    if cleaned != messages and draw(cleaned) != text:
+        raise RefusedError("reads an empty list of tool_calls as calls; leave tool_calls out")
+    return text
 
 
-def _raise_exception(message: object) -> None:
-    raise jinja2.exceptions.TemplateError(str(message))
+def _render_arguments(source: str, request: Message, messages: list[Message]) -> str:
+    """Render a chat whose tool calls may have arguments as JSON text.
+
+    Text that the template does not write as it is becomes a value. So it is in transformers' own
+    server, and templates are written for values.
+    """
+    given = [one for one in _arguments(messages) if isinstance(one, str)]
+    if not given:
+        return _render(source, request, messages)
+    text: str | None = None
+    try:
+        text = _render(source, request, messages)
+        if _writes_all(text, given):
+            return text
+        return _render(source, request, [*map(_with_values, messages)])
+    except Exception:
+        if text is not None:
+            return text
+    return _render(source, request, [*map(_with_values, messages)])
 
 
-def _to_json(  # noqa: PLR0917 - the filter's signature in transformers
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+def _render(source: str, request: Message, messages: list[Message]) -> str:
+    texts, _ = chat_template_utils.render_jinja_template(
+        conversations=[messages],
+        chat_template=source,
+        tools=request["tools"],
+        add_generation_prompt=request["add_generation_prompt"],
+        continue_final_message=request["continue_final_message"],
+        **request["variables"],
     )
+    return str(texts[0])
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(form)
+def _functions(message: Message) -> list[Message]:
+    return [call["function"] for call in message.get("tool_calls", ())]
 
 
-def make_environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": SafeDict(),
-        "namespace": SafeNamespace,
-    }
-    return environment
+def _arguments(messages: list[Message]) -> Iterator[Any]:
+    return (one.get("arguments") for message in messages for one in _functions(message))
 
 
-def reads_parts(tree: jinja2.nodes.Template) -> bool:
-    """Whether a template reads the parts of a content, and nowhere asks if it is a string."""
-    if any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test)):
-        return False
-    read = [loop.iter for loop in tree.find_all(jinja2.nodes.For)]
-    read += [
-        item.node
-        for item in tree.find_all(jinja2.nodes.Getitem)
-        if isinstance(item.arg, jinja2.nodes.Const) and isinstance(item.arg.value, int)
-    ]
-    return any(map(_is_content, read))
+def _with_values(message: Message) -> Message:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        given = call["function"].get("arguments")
+        value = json.loads(given or "{}") if isinstance(given, str) else given
+        calls.append(call | {"function": call["function"] | {"arguments": value}})
+    return message | {"tool_calls": calls} if calls else message
 
 
-def _is_content(node: jinja2.nodes.Node) -> bool:
-    match node:
-        case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
-            return True
-        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
-            return True
-        case _:
+def _writes_all(text: str, given: Sequence[str]) -> bool:
+    """Whether a text has all arguments, one after the other and not as strings of JSON."""
+    place = 0
+    for one in given:
+        place = text.find(one.strip(), place)
+        end = place + len(one.strip())
+        if place < 0 or not one or text[max(place - 1, 0) : end + 1] == json.dumps(one.strip()):
             return False
+        place = end
+    return True
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
+def _check_parts(text: str, messages: list[Message], *, is_continued: bool) -> None:
+    """Refuse a text with parts as Python writes them."""
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list) or not content:
+            continue
+        written = str(content[0])
+        if is_continued and message is messages[-1]:  # the prompt ends within
+            written = written[: written.find("'text': ") + len("'text': '")]
+        if written in text:
+            raise RefusedError("takes content only as text, not in parts")
+
+
+def _check_contents(
+    text: str, messages: list[Message], draw: Callable[[list[Message]], str]
+) -> None:
+    """Refuse content that the template would show in its other form, text or parts."""
+    hidden = _hidden(text, messages)
+    if not hidden:
+        return
+    swapped = [_swapped(one) if i in hidden else one for i, one in enumerate(messages)]
+    try:
+        shown = sorted(hidden - _hidden(draw(swapped), messages))
+    except Exception:
+        return  # it takes the given form only
+    if shown:
+        is_text = isinstance(messages[shown[0]]["content"], str)
+        form = 'in parts, such as [{"type": "text", "text": ...}]' if is_text else "as text"
+        raise RefusedError(f"shows the content of messages[{shown[0]}] only {form}; give it so")
+
+
+def _hidden(text: str, messages: list[Message]) -> set[int]:
+    """Return which messages have text that a rendered text has not.
+
+    Text of assistants may be left out: templates cut reasoning.
+    """
+    hidden, place = set(), 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [] if message["role"] == "assistant" else [{"text": content}]
+        for part in content or ():
+            piece = part["text"].strip()
+            found = text.find(piece, place)
+            found = text.find(piece) if found < 0 else found
+            if found < 0:
+                hidden.add(index)
+            else:
+                place = found
+    return hidden
+
+
+def _swapped(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": [{"type": "text", "text": content}]}
+    return message | {"content": "".join(part["text"] for part in content)}
+
+
+def _without_empty_calls(message: Message) -> Message:
+    if message.get("tool_calls") != []:
         return message
-    return message | {"content": [{"type": "text", "text": content}]}
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def render(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
-    """Render one chat; raises `TooLargeError` beyond `max_characters`."""
-    pieces, size = [], 0
-    for piece in template.generate(**variables):
-        size += len(piece)
-        if size > max_characters:
-            raise TooLargeError(f"the template wrote more than {max_characters} characters")
-        pieces.append(piece)
-    return "".join(pieces)
+def start(settings: Message, _: bytes) -> tuple[Frame, Answer]:
+    """Return the function that renders one chat with a template, or with one of several by name."""
+    templates, limit = settings["templates"], settings["max_characters"]
 
-
-def start(settings: dict[str, Any], _: bytes) -> tuple[Frame, Answer]:
-    """Compile a template; return the function that renders one chat."""
-    environment = make_environment()
-    source, limit = settings["template"], settings["max_characters"]
-    template, is_in_parts = environment.from_string(source), reads_parts(environment.parse(source))
-
-    def answer(variables: dict[str, Any], _: bytes) -> Frame:
-        if is_in_parts:
-            variables |= {"messages": [_in_parts(message) for message in variables["messages"]]}
-        return {"text": render(template, variables, limit)}, b""
+    def answer(request: Message, _: bytes) -> Frame:
+        try:
+            source = choose_template(templates, has_tools=request["tools"] is not None)
+            return {"text": render(source, request, limit)}, b""
+        except RefusedError as error:
+            return {"refused": str(error)[:MAX_REASON_CHARACTERS]}, b""
 
     return ({}, b""), answer

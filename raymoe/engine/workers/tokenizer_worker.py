@@ -133,9 +133,7 @@ class Codec:
         return [list(self._tokenizer(text, verbose=False, **options).input_ids) for text in texts]
 
     def facts(self) -> Frame:
-        source = getattr(self._tokenizer, "chat_template", None)
-        if isinstance(source, dict):
-            source = source.get("default")
+        source = getattr(self._tokenizer, "chat_template", None)  # one, or several by name
         facts = {"chat_template": source, "special_tokens": self._tokenizer.special_tokens_map}
         if self._backend is None:
             return facts | {"longest_token_bytes": None, "joint": None}, b""

@@ -2,10 +2,15 @@
 
 import json
 
+import hypothesis.strategies as st
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
+from hypothesis import HealthCheck, given, settings
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+from raymoe.engine import tokenizer as tokenizer_module
 from raymoe.engine.tokenizer import ChatTemplate, check_messages
+from raymoe.engine.workers import chat_worker
 from raymoe.errors import ConfigError
 
 CHATML = """{%- for message in messages %}
@@ -34,17 +39,43 @@ CHAT = [
 ]
 
 
+PLAIN = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **VARIABLES)
+
+
+def transformers_text(source, messages, tools=None, **kwargs) -> str:
+    """What transformers renders with the flags that raymoe chooses."""
+    is_continued = kwargs.pop("continue_final_message", messages[-1]["role"] == "assistant")
+    return PLAIN.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=None if isinstance(source, dict) else source,
+        tokenize=False,
+        continue_final_message=is_continued,
+        add_generation_prompt=kwargs.pop("add_generation_prompt", not is_continued),
+        **kwargs,
+    )
+
+
+class InThisProcess:
+    """Answers as the helper process does, through JSON, without its start of a second."""
+
+    def __init__(self, _role, facts, **_kwargs) -> None:
+        _, self._answer = chat_worker.start(json.loads(json.dumps(facts)), b"")
+
+    def ask(self, request, *, cpu_s):
+        try:
+            return self._answer(json.loads(json.dumps(request)), b"")
+        except Exception as error:
+            raise ConfigError(f"the chat template failed: {error!r}") from error
+
+
 @pytest.fixture
-def render():
-    templates = []
+def render(monkeypatch):
+    def render_with(source, messages=CHAT, tools=(), **kwargs) -> str:
+        monkeypatch.setattr(tokenizer_module, "WorkerProcess", InThisProcess)
+        return ChatTemplate(source, VARIABLES).render(messages, tools, kwargs)
 
-    def render_with(source, messages=CHAT, render_limit_s=30.0, **kwargs) -> str:
-        templates.append(ChatTemplate(source, VARIABLES, render_limit_s))
-        return templates[-1].render(messages, template_kwargs=kwargs)
-
-    yield render_with
-    for template in templates:
-        template.close()
+    return render_with
 
 
 @pytest.mark.parametrize(
@@ -56,18 +87,19 @@ def render():
         (MISTRAL, CHAT[:1]),
         (MISTRAL, CHAT[:2]),
         (FANCY, CHAT),  # writes JSON, so it cannot be continued
+        ("{{ strftime_now('%Y-%m-%d %Z|%z') }}{{ messages[0].content }}", CHAT[:1]),
+        ("{{ dict.fromkeys(['a'], messages[0].content) | tojson }}", CHAT[:1]),
+        ("{{ messages[0].content }}{{ documents is none }}{{ tools is none }}", CHAT[:1]),
     ],
 )
 def test_text_is_that_of_transformers(render, source, messages):
-    is_continued = messages[-1]["role"] == "assistant"
-    (expected,), _ = render_jinja_template(
-        conversations=[[dict(message) for message in messages]],
-        chat_template=source,
-        add_generation_prompt=not is_continued,
-        continue_final_message=is_continued,
-        **VARIABLES,
-    )
-    assert render(source, messages) == expected
+    assert render(source, messages) == transformers_text(source, messages)
+
+
+def test_a_process_renders_as_this_one(render):
+    template = ChatTemplate(CHATML, VARIABLES)
+    assert template.render(CHAT) == render(CHATML, CHAT)
+    template.close()
 
 
 # How families ask whether to think, in the words of their templates.
@@ -98,11 +130,7 @@ HARMONY = """{%- if reasoning_effort is not defined %}
     ],
 )
 def test_arguments_reach_the_template_as_in_transformers(render, source, kwargs):
-    given = {"add_generation_prompt": True, "continue_final_message": False} | kwargs
-    (expected,), _ = render_jinja_template(
-        conversations=[CHAT], chat_template=source, **{**VARIABLES, **given}
-    )
-    assert render(source, CHAT, **kwargs) == expected
+    assert render(source, CHAT, **kwargs) == transformers_text(source, CHAT, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -116,22 +144,20 @@ def test_reasoning_has_the_name_that_the_template_reads(render, name):
     assert render(source, [both, chat[0]]) == "ab"
 
 
-def test_thinking_is_turned_off():
-    chat = ChatTemplate(QWEN, VARIABLES)
-    try:
-        on, off = (chat.render(CHAT, (), {"enable_thinking": one}) for one in (True, False))
-        assert off == on + "<think>\n\n</think>\n\n"
-        # A final assistant message is answered where that is asked for.
-        answered = chat.render(CHAT[:2], (), {"continue_final_message": False})
-        assert answered.endswith("<|im_start|>assistant\n")
-    finally:
-        chat.close()
+def test_thinking_is_turned_off(render):
+    on, off = (render(QWEN, enable_thinking=one) for one in (True, False))
+    assert off == on + "<think>\n\n</think>\n\n"
+    # A final assistant message is answered where that is asked for.
+    answered = render(QWEN, CHAT[:2], continue_final_message=False)
+    assert answered.endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"tokenize": True}, "has tokenize, which"),
+        ({"sanitize_control_tokens": True}, "has sanitize_control_tokens, which"),
+        ({"documents": ["text"]}, "Documents should be a list of dicts"),
         ({"continue_final_message": True}, "needs a final message of the assistant"),
         ({"add_generation_prompt": "yes"}, "add_generation_prompt is 'yes'"),
         ({"x": {1, 2}}, "cannot be written as JSON"),
@@ -154,17 +180,20 @@ def test_an_error_of_the_template_is_shown(render):
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{% set n = namespace(_x=1) %}", "SecurityError"),
-        ("{{ 'a' * 10 ** 10 }}", "needs more memory than it may have"),
-        (
-            "{% for i in range(99999) %}{% for j in range(999) %}text{% endfor %}{% endfor %}",
-            "wrote more than 8000000 characters",
-        ),
+        ("{{ 'text' * 2000001 }}", "the chat template wrote more than 8000000 characters"),
         ("{{ undefined_function() }}", "UndefinedError"),
     ],
 )
 def test_a_template_that_goes_too_far_is_an_error(render, source, message):
     with pytest.raises(ConfigError, match=message):
         render(source)
+
+
+def test_a_template_that_needs_too_much_memory_is_an_error():
+    template = ChatTemplate("{{ 'a' * 10 ** 10 }}", VARIABLES)
+    with pytest.raises(ConfigError, match="needs more memory than it may have"):
+        template.render(CHAT)
+    template.close()
 
 
 def test_a_template_that_does_not_end_is_stopped_and_the_next_chat_works():
@@ -200,50 +229,251 @@ def test_broken_messages_are_refused_by_name(messages, message):
         check_messages(messages)
 
 
-def test_text_parts_are_joined_and_null_keys_dropped():
+def test_null_keys_are_dropped_and_parts_kept():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert check_messages([{"role": "user", "content": parts, "name": None}]) == [
-        {"role": "user", "content": "ab"}
+        {"role": "user", "content": parts}
     ]
 
 
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def each(body: str) -> str:
+    return f"{{% for m in messages %}}{body}{{% endfor %}}"
+
+
+LOOP = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}PART{% endfor %}{% endif %}{% endfor %}"
+)
+KEEPING = LOOP.replace("PART", "{{ p.text }}")
+PART_TEMPLATES = {
+    "keeps": KEEPING,
+    "trims": LOOP.replace("PART", "{{ p.text | trim }}"),
+    "joins lines": LOOP.replace("PART", "{{ '\n' if not loop.first }}{{ p.text }}"),
+    "spaces": LOOP.replace("PART", "{{ p.text }} "),
+    "writes JSON": each("{{ m.content | tojson }}"),
+    "takes the first": each("{{ m['content'][0]['text'] }}"),
+    "joins": each("{{ m.content | map(attribute='text') | join('+') }}"),
+}
+
+
+@pytest.mark.parametrize("source", PART_TEMPLATES.values(), ids=PART_TEMPLATES)
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    "messages",
     [
-        # As in templates of MiniMax: a string in the place of parts would render as nothing.
-        ("{% for i in messages[0].content %}{% if i.type == 'text' %}{{ i.text }}{% endif %}"
-         "{% endfor %}", "Hello"),
-        ("{{ messages[0]['content'][0]['text'] }}", "Hello"),
-        ("{% set content = messages[0].content %}{% for i in content %}{{ i.text }}{% endfor %}",
-         "Hello"),
-        ("{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
-         "{% for i in messages[0].content %}{{ i.text }}{% endfor %}{% endif %}", "Hello"),
-        ("{{ messages[0].content[:4] }}{{ messages[0].content.split('l')[-1] }}", "Hello"),
+        [{"role": "user", "content": parts("Question: ")}],
+        [{"role": "system", "content": parts(" a", "b ")}, {"role": "user", "content": parts("c")}],
+        [
+            {"role": "user", "content": parts("a'\n")},
+            {"role": "assistant", "content": parts("It is ")},
+        ],
+    ],
+    ids=["one", "several", "continued"],
+)
+def test_parts_reach_the_template_as_in_transformers(render, source, messages):
+    try:
+        expected = transformers_text(source, messages)
+    except ValueError:  # nothing to continue in what it writes
+        expected = None
+    if expected is None:
+        with pytest.raises(ConfigError, match="failed"):
+            render(source, messages)
+    else:
+        assert render(source, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (each("{{ m.content }}"), "takes content only as text"),
+        (each("{{ m.content | trim ~ '.' }}"), "takes content only as"),
+        (each("{{ m.content[0] }}"), "takes content only as text"),
+        (CHATML.replace(" | trim", ""), 'only concatenate .* it may take content only as text'),
+        (each("{{ m.content.strip() }}"), "may take content only as"),
+        (each("{{ m.content if m.content is string }}"),
+         r"shows the content of messages\[0\] only as text"),
     ],
 )  # fmt: skip
-def test_text_reaches_templates_that_read_parts(render, source, expected):
-    assert render(source, [{"role": "user", "content": "Hello"}]) == expected
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_parts_are_refused_where_the_template_cannot_show_them(
+    render, source, message, is_continued
+):
+    chat = [{"role": "user", "content": parts("Hello")}]
+    if is_continued:
+        chat = [CHAT[0], {"role": "assistant", "content": parts("Hi", "there ")}]
+        message = f"{message}|does not appear in the chat"
+    with pytest.raises(ConfigError, match=message):
+        render(source, chat)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # transformers would leave the text out.
+        "{% for i in messages[0].content %}{% if i.type == 'text' %}{{ i.text }}{% endif %}"
+        "{% endfor %}",
+        "{{ messages[0]['content'][0]['text'] }}",
+        "{% set content = messages[0].content %}{% for i in content %}{{ i.text }}{% endfor %}",
+    ],
+)
+def test_text_is_refused_where_the_template_reads_only_parts(render, source):
+    with pytest.raises(ConfigError, match=r"messages\[0\] only in parts, such as \[\{"):
+        render(source, [{"role": "user", "content": "Hello"}])
+    assert render(source, [{"role": "user", "content": parts("Hello")}]) == "Hello"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content[:2] }}{{ messages[0].content.split('l')[-1] }}",
+        "{{ messages[1].content }}",  # leaves a message out, in both forms
+        each("{{ m.content | upper }}"),
+        KEEPING,
+    ],
+)
+def test_text_that_a_template_changes_is_that_of_transformers(render, source):
+    assert render(source) == transformers_text(source, CHAT)
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+NEEDS_TOOLS = "{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
+NAMED = {"default": "[{{ messages[0].content }}]", "tool_use": NEEDS_TOOLS + "{{ tools | length }}"}
 
 
-def test_tools_reach_a_template_that_takes_them_and_are_refused_by_one_that_does_not():
-    taking = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}", VARIABLES)
-    ignoring = ChatTemplate("{{ messages[0].content }}", VARIABLES)
+def test_tools_reach_a_template_that_takes_them_and_are_refused_by_one_that_does_not(render):
     chat = [{"role": "user", "content": "x"}]
-    assert taking.render(chat, [TOOL]) == json.dumps([TOOL]) + "x"
-    assert taking.render(chat) == "nullx"
-    with pytest.raises(ConfigError, match="takes no tools"):
-        ignoring.render(chat, [TOOL])
-    taking.close()
-    ignoring.close()
+    taking = "{{ tools | tojson }}{{ messages[0].content }}"
+    assert render(taking, chat, [TOOL]) == json.dumps([TOOL]) + "x"
+    assert render(taking, chat) == "nullx"
+    # Nothing is rendered without tools to see whether they show.
+    assert render(NEEDS_TOOLS, chat, [TOOL]) == "addx"
+    with pytest.raises(ConfigError, match="'NoneType' object is not iterable"):
+        render(NEEDS_TOOLS, chat)
+    hidden = "{% set tools = [] %}{{ messages[0].tools }}{{ messages[0].content }}"
+    for ignoring in ("{{ messages[0].content }}", hidden):
+        with pytest.raises(ConfigError, match="the chat template takes no tools"):
+            render(ignoring, chat, [TOOL])
 
 
-def test_arguments_of_tool_calls_are_values():
-    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+def test_named_templates_are_chosen_as_in_transformers(render):
+    chat = [{"role": "user", "content": "x"}]
+    assert render(NAMED, chat) == "[x]"
+    assert render(NAMED, chat, [TOOL]) == "addx1"
+    assert render({"default": NAMED["tool_use"], "rag": ""}, chat, [TOOL]) == "addx1"
+    with pytest.raises(ConfigError, match="has the names rag, tool_use, none of them 'default'"):
+        render({"tool_use": "", "rag": ""}, chat)
+    # The other template may be broken.
+    assert render({**NAMED, "tool_use": "{% if %}"}, chat) == "[x]"
+
+
+CALLS = each("{{ m.content }}{% for c in m.tool_calls %}<CALL>{% endfor %}")
+ARGUMENTS = {
+    "joined": "{{ '' + c.function.arguments }}",
+    "written": "{{ c.function.arguments }}",
+    "either": "{{ c.function.arguments if c.function.arguments is string "
+    "else c.function.arguments | tojson }}",
+}
+VALUES = {
+    "JSON": "{{ c.function.arguments | tojson }}",
+    "whole call": "{{ c.function | tojson }}",
+    "items": "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "guarded": "{{ c.function.arguments | tojson if c.function.arguments is mapping }}",
+}
+
+
+def calling(arguments):
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}
+    return [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call, call]}, CHAT[2]]
+
+
+@pytest.mark.parametrize("text", ['{"a":1}', '{"a": "ü\\n\'", "b": [{}]}', "{}", " {} "])
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_arguments_as_text_reach_a_template_that_writes_them(render, form, text):
+    source = CALLS.replace("CALL", ARGUMENTS[form])
+    assert render(source, calling(text)) == transformers_text(source, calling(text))
+
+
+@pytest.mark.parametrize("text", ['{"a":1}', '{"a": "ü\\n\'", "b": [{}]}', "{}", ""])
+@pytest.mark.parametrize("form", VALUES)
+def test_arguments_as_text_are_values_where_the_template_takes_values(render, form, text):
+    source = CALLS.replace("CALL", VALUES[form])
+    value = json.loads(text or "{}")
+    assert render(source, calling(text)) == transformers_text(source, calling(value))
+
+
+def test_arguments_that_are_values_stay_values(render):
+    for form in VALUES.values():
+        source = CALLS.replace("CALL", form)
+        assert render(source, calling({"a": 1})) == transformers_text(source, calling({"a": 1}))
+    with pytest.raises(ConfigError, match="can only concatenate str"):
+        render(CALLS.replace("CALL", ARGUMENTS["joined"]), calling({"a": 1}))
+
+
+def test_arguments_of_calls_that_cannot_be_are_refused():
     for bad in ("text", [1], [{"function": {"name": "add", "arguments": "{"}}]):
         with pytest.raises(ConfigError, match=r"messages\[0\] has"):
             check_messages([{"role": "assistant", "content": "", "tool_calls": bad}])
+
+
+def test_an_empty_list_of_calls_is_refused_only_where_it_shows(render):
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": []},
+    ]
+    chat += [chat[0]]
+    showing = each("{{ '[CALLS]' if m.tool_calls is defined }}{{ m.content }}")
+    with pytest.raises(ConfigError, match="reads an empty list of tool_calls as calls"):
+        render(showing, chat)
+    assert render(KEEPING, chat) == transformers_text(KEEPING, chat)
+
+
+def test_an_assistant_may_have_reasoning_or_calls_and_no_content(render):
+    source = each("{{ m.content }}|{{ m.thinking }};")
+    chat = [CHAT[0], {"role": "assistant", "content": None, "reasoning": "why"}, CHAT[2]]
+    assert render(source, chat) == transformers_text(source, chat)
+    with pytest.raises(ConfigError, match='has no "content" to continue'):
+        render(source, chat[:2])
+    with pytest.raises(ConfigError, match=r"messages\[0\] has content None"):
+        check_messages([{"role": "assistant", "content": None, "tool_calls": []}])
+
+
+ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+PIECES = st.text(st.sampled_from("ab \n'\"{}[]<>ü\\"), max_size=8)
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": PIECES}), max_size=3)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": ROLES, "content": PIECES | PARTS},
+        optional={
+            "reasoning": PIECES | st.none(),
+            "name": PIECES,
+            "tool_calls": st.builds(
+                lambda args: calling(args)[1]["tool_calls"],
+                st.dictionaries(PIECES, PIECES, max_size=2),
+            ),
+        },
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source",
+    [CHATML, MISTRAL, FANCY, QWEN, HARMONY, *PART_TEMPLATES.values(),
+     *(CALLS.replace("CALL", form) for form in (*ARGUMENTS.values(), *VALUES.values()))],
+)  # fmt: skip
+def test_no_chat_is_silently_another_than_that_of_transformers(render, source):
+    @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @given(MESSAGES)
+    def check(messages) -> None:
+        try:
+            text = render(source, messages)
+        except ConfigError:
+            return
+        assert text == transformers_text(source, messages)
+
+    check()
