@@ -37,6 +37,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.files import (
     CONFIG_FILE,
     QUANTIZATION_FILE,
+    chat_template_files,
     open_regular,
     parse_json_object,
     read_json_object,
@@ -172,7 +173,6 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ class ModelIdentity:
             dtype=spec.dtype or "auto",
             config=_identity_digest(_contents(directory, _CONFIGS)),
             tokenizer=_identity_digest([*_contents(directory, _TOKENIZER_FILES), tokenizer_config]),
-            chat_template=_identity_digest([*_contents(directory, _TEMPLATE_FILES), template]),
+            chat_template=_identity_digest([*_templates(directory), template]),
             files=files_key(directory),
             pending_weights=_weights(directory, reads=reads_weights),
         )
@@ -245,8 +245,18 @@ def _contents(directory: Path, names: Iterable[str]) -> list[bytes]:
     return contents
 
 
+def _templates(directory: Path) -> Iterator[bytes]:
+    for path in chat_template_files(directory):
+        yield path.name.encode()
+        yield _read_file(path)
+
+
 def _read(directory: Path, name: str) -> bytes:
-    with os.fdopen(open_regular(resolve_inside(directory, name)), "rb") as file:
+    return _read_file(resolve_inside(directory, name))
+
+
+def _read_file(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 

@@ -36,22 +36,30 @@ def local_model(model_source: str | Path) -> Path | None:
     return None
 
 
+def chat_template_files(directory: Path) -> list[Path]:
+    """Return the files with chat templates beside the tokenizer; raises as `resolve_inside`."""
+    root = directory.resolve()
+    found = [root / "chat_template.jinja", *(root / "additional_chat_templates").glob("*.jinja")]
+    return [_resolve(path, _allowed_root(root)) for path in sorted(found) if path.exists()]
+
+
 def read_chat_template(directory: Path) -> str:
-    """Return the chat template of a model directory as transformers finds it; "" if none."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        template = parse_json_object(path.read_bytes(), where=str(path)).get("chat_template")
-        if isinstance(template, list):
-            named = [one for one in template if isinstance(one, dict)]
-            template = {one.get("name"): one.get("template") for one in named}.get("default")
-        if isinstance(template, str):
-            return template
-    return ""
+    """Return the chat templates of a model directory as transformers finds them, joined; or "".
+
+    There are several where they have names.
+    """
+    files = chat_template_files(directory)
+    if files:
+        return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return ""
+    found = parse_json_object(path.read_bytes(), where=str(path)).get("chat_template")
+    if isinstance(found, list):
+        templates = [one.get("template") for one in found if isinstance(one, dict)]
+    else:
+        templates = [*found.values()] if isinstance(found, dict) else [found]
+    return "\n".join(one for one in templates if isinstance(one, str))
 
 
 def resolve_inside(directory: Path, name: str) -> Path:

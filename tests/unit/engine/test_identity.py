@@ -58,6 +58,12 @@ def test_each_file_changes_what_depends_on_it(original, model):
     assert changed_digests(original, model) == ["config", "tokenizer", "chat_template"]
 
 
+def test_a_template_with_a_name_is_a_template_of_the_model(original, model):
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    assert changed_digests(original, model) == ["chat_template"]
+
+
 def test_a_template_in_the_configuration_of_the_tokenizer_is_only_the_template(original, model):
     edit_json(model / "tokenizer_config.json", chat_template="{{ messages }}")
     assert changed_digests(original, model) == ["chat_template"]

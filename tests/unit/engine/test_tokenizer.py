@@ -6,9 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from raymoe.engine.tokenizer import DecodeError, Tokenizer
+from raymoe.engine.tokenizer import Chat, DecodeError, Room, Tokenizer
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
+from raymoe.specs.files import read_chat_template
 from tests.unit.engine.fakes import BOS, EOS, VOCAB_SIZE, kept_tokenizer
 
 
@@ -49,6 +51,29 @@ def test_token_ids_are_taken_as_they_are(tokenizer):
 
 def test_special_tokens_are_not_in_the_text(tokenizer):
     assert tokenizer.decode([BOS, *b"hi", EOS]) == "hi"
+
+
+@pytest.mark.parametrize("form", ["files", "list"])
+def test_rows_with_tools_take_the_template_of_tools(tokenizer_directory, tmp_path, make, form):
+    directory = tmp_path / "model"
+    shutil.copytree(tokenizer_directory, directory)
+    default, tool_use = "[{{ messages[0].content }}]", "{{ tools | length }}{{ messages }}"
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    if form == "files":
+        (directory / "chat_template.jinja").write_text(default)
+        (directory / "additional_chat_templates").mkdir()
+        (directory / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    else:
+        path = directory / "tokenizer_config.json"
+        named = {"default": default, "tool_use": tool_use}
+        named = [{"name": name, "template": text} for name, text in named.items()]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    tokenizer, reference = make(directory), AutoTokenizer.from_pretrained(directory)
+    chat = [{"role": "user", "content": "x"}]
+    for tools in ([], [{"type": "function", "function": {"name": "f"}}]):
+        expected = reference.apply_chat_template(chat, tools=tools or None, tokenize=False)
+        assert tokenizer.read(Chat(chat, tools), Room()).text == expected
+    assert read_chat_template(directory).split("\n") in ([default, tool_use], [tool_use, default])
 
 
 def test_a_final_assistant_message_is_continued(tokenizer):
