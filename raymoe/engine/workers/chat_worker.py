@@ -7,7 +7,7 @@ leave out the text of a message or write it as Python writes lists, the chat is 
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -73,22 +73,17 @@ def render(source: str, request: Message, max_characters: int) -> str:
 def _render_arguments(source: str, request: Message, messages: list[Message]) -> str:
     """Render a chat whose tool calls may have arguments as JSON text.
 
-    Text that the template does not write as it is becomes a value. So it is in transformers' own
-    server, and templates are written for values.
+    Templates are written for their values, which transformers' own server gives them too. A
+    template that fails with values, or writes them as Python does, takes the text.
     """
-    given = [one for one in _arguments(messages) if isinstance(one, str)]
-    if not given:
+    valued = [_with_values(message) for message in messages]
+    if valued == messages:
         return _render(source, request, messages)
-    text: str | None = None
     try:
-        text = _render(source, request, messages)
-        if _writes_all(text, given):
-            return text
-        return _render(source, request, [*map(_with_values, messages)])
+        text = _render(source, request, valued)
     except Exception:
-        if text is not None:
-            return text
-    return _render(source, request, [*map(_with_values, messages)])
+        return _render(source, request, messages)
+    return _render(source, request, messages) if _has_python(text, valued) else text
 
 
 def _render(source: str, request: Message, messages: list[Message]) -> str:
@@ -103,14 +98,6 @@ def _render(source: str, request: Message, messages: list[Message]) -> str:
     return str(texts[0])
 
 
-def _functions(message: Message) -> list[Message]:
-    return [call["function"] for call in message.get("tool_calls", ())]
-
-
-def _arguments(messages: list[Message]) -> Iterator[Any]:
-    return (one.get("arguments") for message in messages for one in _functions(message))
-
-
 def _with_values(message: Message) -> Message:
     calls = []
     for call in message.get("tool_calls", ()):
@@ -120,16 +107,18 @@ def _with_values(message: Message) -> Message:
     return message | {"tool_calls": calls} if calls else message
 
 
-def _writes_all(text: str, given: Sequence[str]) -> bool:
-    """Whether a text has all arguments, one after the other and not as strings of JSON."""
-    place = 0
-    for one in given:
-        place = text.find(one.strip(), place)
-        end = place + len(one.strip())
-        if place < 0 or not one or text[max(place - 1, 0) : end + 1] == json.dumps(one.strip()):
-            return False
-        place = end
-    return True
+def _has_python(text: str, messages: list[Message]) -> bool:
+    """Whether arguments are in a text as Python writes them, more often than messages have them."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    values = [call["function"].get("arguments") for call in calls]
+    written = {str(value) for value in values if str(value) != json.dumps(value)}
+    given = "\n".join(piece for message in messages for piece in _pieces(message))
+    return any(text.count(one) > given.count(one) for one in written)
+
+
+def _pieces(message: Message) -> list[str]:
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def _check_parts(text: str, messages: list[Message], *, is_continued: bool) -> None:
@@ -166,15 +155,13 @@ def _check_contents(
 def _hidden(text: str, messages: list[Message]) -> set[int]:
     """Return which messages have text that a rendered text has not.
 
-    Text of assistants may be left out: templates cut reasoning.
+    Those of assistants that are text are not looked at: templates cut reasoning.
     """
     hidden, place = set(), 0
     for index, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, str):
-            content = [] if message["role"] == "assistant" else [{"text": content}]
-        for part in content or ():
-            piece = part["text"].strip()
+        if message["role"] == "assistant" and isinstance(message.get("content"), str):
+            continue
+        for piece in map(str.strip, _pieces(message)):
             found = text.find(piece, place)
             found = text.find(piece) if found < 0 else found
             if found < 0:
