@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
-from raymoe.engine.tokenizer import Chat
+from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
 from raymoe.errors import ConfigError
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
 
@@ -365,7 +365,7 @@ def _message_problem(message: Any) -> str:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         return f"has the role {shown(role)}; it takes text such as 'user'"
-    if content is None and not message.get("tool_calls"):
+    if content is None and not any(message.get(name) for name in WITHOUT_CONTENT):
         return "has no content"
     if not isinstance(content, str | list | None):
         return f"has the content {shown(content)}; it takes text or a list of text parts"

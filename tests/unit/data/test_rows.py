@@ -100,8 +100,9 @@ def test_messages_may_be_json_text():
 
 def test_keys_that_arrow_added_to_messages_are_dropped():
     tool_call = {"role": "assistant", "tool_calls": [{"id": "1"}]}
-    requests = read(messages=[[user()], [tool_call]])
-    assert [request.prompt for request in requests] == [[user()], [tool_call]]
+    thought = {"role": "assistant", "reasoning_content": "why"}
+    requests = read(messages=[[user()], [tool_call], [thought]])
+    assert [request.prompt for request in requests] == [[user()], [tool_call], [thought]]
 
 
 @pytest.mark.parametrize(
