@@ -303,7 +303,7 @@ def test_parts_are_refused_where_the_template_cannot_show_them(
 ):
     chat = [{"role": "user", "content": parts("Hello")}]
     if is_continued:
-        chat = [CHAT[0], {"role": "assistant", "content": parts("Hi", "there ")}]
+        chat = [CHAT[0], {"role": "assistant", "content": parts("Hi ")}]
         message = f"{message}|does not appear in the chat"
     with pytest.raises(ConfigError, match=message):
         render(source, chat)
