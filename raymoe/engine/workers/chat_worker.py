@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+import jinja2.utils
 from transformers.utils import chat_template_utils
 
 Message = dict[str, Any]
@@ -36,11 +37,44 @@ def choose_template(templates: Templates, *, has_tools: bool) -> str:
     return templates[name]
 
 
+class SafeNamespace(jinja2.utils.Namespace):
+    """A namespace without names that begin with an underscore, as in transformers 5.24."""
+
+    # As in jinja2: `self` may be a key too.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        jinja2.utils.Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+        super().__setitem__(name, value)
+
+
+class SafeDict:
+    """Makes dicts, and is no type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+@functools.lru_cache
+def environment_of(source: str) -> jinja2.Environment:
+    """Return the environment in which transformers renders a template, made safe if it is old."""
+    template: jinja2.Template = chat_template_utils._compile_jinja_template(source)  # noqa: SLF001
+    environment = template.environment
+    if environment.globals["namespace"] is jinja2.utils.Namespace:
+        environment.globals |= {"namespace": SafeNamespace, "dict": SafeDict()}
+    return environment
+
+
 @functools.lru_cache
 def reads_tools(source: str) -> bool:
-    # Its environment knows the tags of transformers.
-    environment = chat_template_utils._compile_jinja_template(source).environment  # noqa: SLF001
-    return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return "tools" in jinja2.meta.find_undeclared_variables(environment_of(source).parse(source))
 
 
 def render(source: str, request: Message, max_characters: int) -> str:
@@ -50,6 +84,7 @@ def render(source: str, request: Message, max_characters: int) -> str:
     `add_generation_prompt` and `continue_final_message`. Raises what transformers and the template
     raise, or `RefusedError`.
     """
+    environment_of(source)
     if request["tools"] is not None and not reads_tools(source):
         raise RefusedError("takes no tools; leave them out")
     draw = functools.partial(_render_arguments, source, request)
