@@ -276,8 +276,19 @@ class ModelSpec:
         return sum(one.state_bytes(bytes_per_element) for one in recurrent)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object], name: str = "") -> Self:
+    def from_config(
+        cls,
+        config: Mapping[str, object],
+        name: str = "",
+        *,
+        defaults: ClassDefaults | None = None,
+    ) -> Self:
         """Build from the content of a `config.json` that transformers 4 or 5 wrote.
+
+        Args:
+            config: The content.
+            name: Directory or hub name, for messages.
+            defaults: Values of missing fields; None for those of transformers' class.
 
         Raises:
             UnsupportedModelError: The model type, a field or a value is unknown; nothing is
@@ -287,24 +298,16 @@ class ModelSpec:
         part = text_part(config)
         config = part.config
         model_type, family = find_family(config)
-        defaults = class_defaults(model_type, family.nested)
+        if defaults is None:
+            defaults = class_defaults(model_type, family.nested)
         config = in_class_fields(config, model_type, defaults)
         config = canonical_config(config, family, defaults)
         check_fields(config, model_type, family, defaults)
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
-        max_positions = fields.positive("max_position_embeddings")
         layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
-        ropes = {layer.rope for layer in layers if layer.rope is not None}
-        limit = max((rope.max_model_len for rope in ropes), default=max_positions)
-        if family.context_limit and is_limited(fields):
-            limit = min(limit, prod(map(fields.positive, family.context_limit)))
         hidden_size = fields.positive("hidden_size")
-        embedding, residual, logits = map(fields.number_or, family.multipliers)
-        if fields.switch(family.scales_embedding):
-            embedding *= hidden_size**0.5
-        if family.logit_scale is not None:
-            logits = 1.0 / fields.number(family.logit_scale)
+        embedding, residual, logits = _multipliers(fields, hidden_size)
         rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
         head = head_of(config)
         spec = cls(
@@ -316,7 +319,7 @@ class ModelSpec:
             norm=family.norm if rms_norm_eps is None else "rms",
             norm_eps=rms_norm_eps or fields.number_or(family.norm_eps),
             tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-            max_model_len=limit,
+            max_model_len=_max_model_len(fields, layers),
             dtype=_dtype(config),
             eos_token_ids=fields.token_ids("eos_token_id"),
             embedding_multiplier=embedding,
@@ -343,6 +346,27 @@ class ModelSpec:
         """
         directory = Path(path)
         return cls.from_config(read_config(directory), name=_name(directory))
+
+
+def _multipliers(fields: ConfigFields, hidden_size: int) -> tuple[float, float, float]:
+    """Factors of embeddings and residual branches, and the divisor of the logits."""
+    family = fields.family
+    embedding, residual, logits = map(fields.number_or, family.multipliers)
+    if fields.switch(family.scales_embedding):
+        embedding *= hidden_size**0.5
+    if family.logit_scale is not None:
+        logits = 1.0 / fields.number(family.logit_scale)
+    return embedding, residual, logits
+
+
+def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
+    family = fields.family
+    ropes = {layer.rope for layer in layers if layer.rope is not None}
+    max_positions = fields.positive("max_position_embeddings")
+    limit = max((rope.max_model_len for rope in ropes), default=max_positions)
+    if family.context_limit and is_limited(fields):
+        limit = min(limit, prod(map(fields.positive, family.context_limit)))
+    return limit
 
 
 def _rope(

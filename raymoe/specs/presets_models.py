@@ -1,12 +1,15 @@
 """Model presets for planning without a checkpoint.
 
 Values are from the `config.json` of the publisher's Hugging Face repository, without fields that
-change neither computation nor storage.
+change neither computation nor storage. What such a file leaves out stands in `PRESET_DEFAULTS`, so
+that a preset says the same with any transformers, and with none.
 """
 
 from collections.abc import Mapping
 
 from raymoe.errors import UnknownOptionError
+from raymoe.specs.class_defaults import ClassDefaults
+from raymoe.specs.families import MODEL_TYPE_ALIASES
 from raymoe.specs.model import ModelSpec
 
 Config = Mapping[str, object]
@@ -413,8 +416,74 @@ MODEL_PRESETS: Mapping[str, Config] = {
 }
 
 
+_USUAL: Config = {"hidden_act": "silu", "tie_word_embeddings": False}
+_NO_BIAS: Config = {"attention_bias": False, "mlp_bias": False}
+_DELTA_CLASS: Config = {
+    **_USUAL,
+    "attention_bias": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}
+# By model type: what transformers' class says of the fields that the presets of this type leave
+# out, where that is not null.
+_CLASS_VALUES: Mapping[str, Config] = {
+    "mixtral": {**_USUAL, "eos_token_id": 2},
+    "dbrx": {"tie_word_embeddings": False},
+    "deepseek_v2": {**_USUAL, **_NO_BIAS, "eos_token_id": 2, "rms_norm_eps": 1e-6},
+    "deepseek_v3": {**_USUAL, "attention_bias": False, "eos_token_id": 1, "rms_norm_eps": 1e-6},
+    "qwen3_moe": {
+        **_USUAL,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+    },
+    "gpt_oss": _USUAL,
+    "glm4_moe": _USUAL,
+    "minimax_m2": {**_USUAL, "eos_token_id": 200020, "rms_norm_eps": 1e-6},
+    "qwen3_next": _DELTA_CLASS,
+    "qwen3_5_moe_text": _DELTA_CLASS,
+    "kimi_linear": {**_USUAL, "attention_bias": False, "eos_token_id": 163586},
+    "nemotron_h": {
+        "eos_token_id": 2,
+        "intermediate_size": 21504,
+        "mamba_hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+}
+# The other names, in these classes, of fields that the presets have.
+_CLASS_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "dbrx": {
+        "hidden_size": "d_model",
+        "max_position_embeddings": "max_seq_len",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
+    "kimi_linear": {
+        "max_position_embeddings": "model_max_length",
+        "n_group": "num_expert_group",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "num_experts_per_tok": "num_experts_per_token",
+    },
+}
+PRESET_DEFAULTS: Mapping[str, ClassDefaults] = {
+    model_type: ClassDefaults(
+        model_type=model_type, values=values, aliases=_CLASS_ALIASES.get(model_type, {})
+    )
+    for model_type, values in _CLASS_VALUES.items()
+}
+
+
 def model_preset(name: str) -> ModelSpec:
     """The preset of this name, ignoring case; raises UnknownOptionError with suggestions."""
     if name.lower() not in MODEL_PRESETS:
         raise UnknownOptionError(name, MODEL_PRESETS, "model preset")
-    return ModelSpec.from_config(MODEL_PRESETS[name.lower()], name=name.lower())
+    config = MODEL_PRESETS[name.lower()]
+    model_type = str(config["model_type"])
+    defaults = PRESET_DEFAULTS[MODEL_TYPE_ALIASES.get(model_type, model_type)]
+    return ModelSpec.from_config(config, name=name.lower(), defaults=defaults)

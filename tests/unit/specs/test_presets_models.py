@@ -6,9 +6,11 @@ import pytest
 import transformers
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
+from raymoe.specs import model as model_module
+from raymoe.specs.class_defaults import class_defaults
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.presets_models import MODEL_PRESETS, PRESET_DEFAULTS, model_preset
 from tests.unit.specs.config_classes import (
     FAMILY_CONFIGS,
     meta_model,
@@ -159,6 +161,20 @@ def test_the_rope_of_dbrx_is_the_one_it_was_trained_with() -> None:
     config = written(transformers.DbrxConfig(**MODEL_PRESETS["dbrx"]))
     with pytest.raises(UnsupportedModelError, match=r"rope_theta is 500000, but 10000\.0"):
         ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_asks_no_library_and_is_what_transformers_says(name: str, monkeypatch) -> None:
+    whole = ModelSpec.from_config(MODEL_PRESETS[name], name=name)
+    monkeypatch.setattr(model_module, "class_defaults", lambda *_: pytest.fail("asked"))
+    assert model_preset(name) == whole
+
+
+@pytest.mark.parametrize("model_type", PRESET_DEFAULTS)
+def test_defaults_of_presets_are_those_of_the_class(model_type: str) -> None:
+    ours, theirs = PRESET_DEFAULTS[model_type], class_defaults(model_type)
+    assert ours.values.items() <= theirs.values.items()
+    assert ours.aliases.items() <= theirs.aliases.items()
 
 
 def test_latent_attention_of_deepseek() -> None:
