@@ -28,12 +28,14 @@ class ClassDefaults:
         values: Defaults by field; those of nested objects as "object.field".
         aliases: Other names of fields -> their names (`attribute_map`).
         theta: Base of the rope (`default_theta`).
+        directory: Folder of the sources of the class; None if there are none.
     """
 
     model_type: str
     values: Mapping[str, object] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     theta: object = 10_000.0
+    directory: Path | None = None
 
     def get(self, name: str) -> object:
         """The default of a field; None if the class has no such field."""
@@ -67,6 +69,7 @@ def class_defaults(model_type: str, nested: tuple[str, ...] = ()) -> ClassDefaul
             values=values,
             aliases=aliases if isinstance(aliases, dict) else {},
             theta=theta,
+            directory=path.parent,
         )
     return ClassDefaults(model_type=model_type)
 

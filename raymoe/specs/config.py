@@ -1,10 +1,13 @@
 """Read a `config.json`: find its family, check and type its fields."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults
+from raymoe.specs.class_fields import is_read
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 from raymoe.specs.families.rules import (
     FIXED,
@@ -15,6 +18,9 @@ from raymoe.specs.families.rules import (
     used_fields,
 )
 from raymoe.specs.files import MAX_INTEGER, MAX_NUMBER, MAX_TOKEN_ID, integer
+
+logger = logging.getLogger(__name__)
+MAX_LOGGED = 100  # fields; a file may have millions
 
 
 class ConfigFields:
@@ -193,35 +199,82 @@ def canonical_config(
 
 def check_fields(
     config: Mapping[str, object], model_type: str, family: Family, defaults: ClassDefaults
-) -> None:
-    """Raise UnsupportedModelError for fields that are not used, ignored or fixed."""
+) -> tuple[str, ...]:
+    """Names of fields that are neither used nor known, and that transformers does not read either.
+
+    They cannot change what transformers computes, and nothing reads them here. Raises
+    UnsupportedModelError for what it reads and this does not, and for values that the publisher's
+    own code follows and this does not (`Family.fixed`).
+    """
     used = used_fields(family) | ROPE_FIELDS
-    fixed = {name: FIXED[name] for name in FIXED.keys() - used} | dict(family.fixed)
     missing = {name: defaults.values[name] for name in family.fixed if name in defaults.values}
+    unread: list[str] = []
     for name, value in (missing | dict(config)).items():
         plain = name.rpartition(".")[2]
         if plain in IGNORED or name in family.ignored or name in READ_APART:
             continue
-        if name in fixed or plain in fixed:
-            _check_fixed(name, value, fixed.get(name) or fixed[plain], model_type)
-        elif name == "auto_map":
+        if name == "auto_map":
             _check_auto_map(value, family)
-        elif name not in used and value is not None:
-            raise UnsupportedModelError(
-                f"field {name} = {value!r} is not known for model_type {model_type!r} and might "
-                "change what the model computes; remove it from config.json if it does not. "
-                f"Fields in use: {', '.join(sorted(used))}"
-            )
+            continue
+        accepted = _accepted(name, family, used)
+        if accepted is None or _is_accepted(value, accepted):
+            continue
+        if name not in family.fixed and _is_unread(plain, defaults):
+            unread.append(name)
+            continue
+        raise _refusal(name, value, model_type, family)
+    return tuple(unread)
 
 
-def _check_fixed(name: str, value: object, accepted: tuple[object, ...], model_type: str) -> None:
+def _accepted(name: str, family: Family, used: frozenset[str]) -> tuple[object, ...] | None:
+    """The values of a field that are followed; None if all are."""
+    plain = name.rpartition(".")[2]
+    if name in family.fixed:
+        return family.fixed[name]
+    if plain in FIXED and plain not in used:
+        return FIXED[plain]
+    return None if name in used else (None,)
+
+
+def _is_accepted(value: object, accepted: tuple[object, ...]) -> bool:
     items = value if isinstance(value, list) and value else [value]
-    for item in items:
-        if not any(item is one or item == one for one in accepted):
-            raise UnsupportedModelError(
-                f"{name} = {value!r} is not supported for model_type {model_type!r}; "
-                f"supported: {', '.join(map(repr, accepted))}"
-            )
+    return all(any(item is one or item == one for one in accepted) for item in items)
+
+
+def _is_unread(name: str, defaults: ClassDefaults) -> bool:
+    return defaults.directory is not None and not is_read(name, defaults.directory)
+
+
+def _refusal(name: str, value: object, model_type: str, family: Family) -> UnsupportedModelError:
+    used = used_fields(family) | ROPE_FIELDS
+    accepted = _accepted(name, family, used)
+    if accepted is not None and accepted != (None,):
+        return UnsupportedModelError(
+            f"{name} = {value!r} is not supported for model_type {model_type!r}; "
+            f"supported: {', '.join(map(repr, accepted))}"
+        )
+    return UnsupportedModelError(
+        f"field {name} = {value!r} is not known for model_type {model_type!r}, and the installed "
+        "transformers reads it or cannot be asked, so that it might change what the model "
+        "computes; remove it from config.json if it does not. "
+        f"Fields in use: {', '.join(sorted(used))}"
+    )
+
+
+@cache
+def log_unread(name: str, model_type: str, fields: tuple[str, ...]) -> None:
+    """Say once in a process which fields of a configuration are ignored, if there are any."""
+    if not fields:
+        return
+    shown = ", ".join(f"{field!r:.80}" for field in fields[:MAX_LOGGED])
+    more = f" and {len(fields) - MAX_LOGGED:,} more" if len(fields) > MAX_LOGGED else ""
+    logger.warning(
+        "%s: ignored fields of config.json that transformers does not read for model_type %r: %s%s",
+        name,
+        model_type,
+        shown,
+        more,
+    )
 
 
 def _check_auto_map(value: object, family: Family) -> None:

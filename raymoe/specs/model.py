@@ -17,6 +17,7 @@ from raymoe.specs.config import (
     find_family,
     head_of,
     labels_of,
+    log_unread,
 )
 from raymoe.specs.families import in_class_fields, text_part
 from raymoe.specs.files import read_config
@@ -286,8 +287,6 @@ class ModelSpec:
         """Build from the content of a `config.json` that transformers 4 or 5 wrote.
 
         Args:
-            config: The content.
-            name: Directory or hub name, for messages.
             defaults: Values of missing fields; None for those of transformers' class.
 
         Raises:
@@ -302,7 +301,8 @@ class ModelSpec:
             defaults = class_defaults(model_type, family.nested)
         config = in_class_fields(config, model_type, defaults)
         config = canonical_config(config, family, defaults)
-        check_fields(config, model_type, family, defaults)
+        name = name or str(config.get("_name_or_path") or model_type)
+        log_unread(name, model_type, check_fields(config, model_type, family, defaults))
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
         layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
@@ -312,7 +312,7 @@ class ModelSpec:
         head = head_of(config)
         spec = cls(
             model_type=model_type,
-            name=name or str(config.get("_name_or_path") or model_type),
+            name=name,
             hidden_size=hidden_size,
             vocab_size=fields.positive("vocab_size"),
             layers=layers,

@@ -38,11 +38,12 @@ IGNORED = frozenset(
     hidden_dropout id2label initializer_range label2id length_penalty max_length
     max_sequence_length min_length model_type name_or_path no_repeat_ngram_size num_beam_groups
     num_beams num_labels num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix problem_type remove_invalid_values
-    repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
-    router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
+    use_cache
     """.split()  # noqa: SIM905 - seventy names read better as words
 )
 
@@ -52,11 +53,11 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "chunk_size_feed_forward": (0, None),
     "clip_qkv": (None,),
     "compression_config": (None,),
+    "is_causal": (True, None),
     "is_decoder": (True, False, None),
     "is_encoder_decoder": (False, None),
     "mlp_bias": (False, None),
     "per_layer_config": (None, {}),
-    "pretraining_tp": (1, None),
     "pruned_heads": (None, {}),
     "qkv_bias": (False, None),
     "sliding_window": (None,),

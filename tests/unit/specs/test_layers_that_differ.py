@@ -163,7 +163,6 @@ DELTA = KIMI["linear_attn_config"]
         (MIMO | {"swa_rope_theta": 5000}, "swa_rope_theta = 5000"),
         (MIMO | {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads = 4 .* computes 2"),
         (MIMO | {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
-        (MIMO | {"n_shared_experts": 1}, "n_shared_experts"),
         (STEP | {"moe_layers_enum": "1,9"}, "moe_layers_enum"),
         (STEP | {"rope_theta": [500.0, 1e4, 1e5, 1e4]}, "rope_theta = .* equal"),
         (STEP | {"attention_other_setting": OTHER | {"head_dim": 24}}, "head_dim = 24 .* 16"),

@@ -77,7 +77,7 @@ def test_a_head_is_tied_if_no_part_says_otherwise(whole: Any, text: Any, is_tied
         (KIMI | {"text_config": None}, "text_config is None; expected an object"),
         (KIMI | {"text_config": {"model_type": "llama"}}, r"text_config\.model_type = 'llama'"),
         (KIMI | {"architectures": ["KimiForCausalLM"]}, "supported: Kimi_K25"),
-        (KIMI | {"text_config": {"index_topk": 8}}, "index_topk = 8"),
+        (KIMI | {"text_config": {"is_causal": False}}, "is_causal = False"),
         (KIMI | {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         (OMNI | {"thinker_config": {"text_config": []}}, r"text_config is \[\]"),
         ({"model_type": "llava", "text_config": {}}, "llava.*supported: .*qwen3_vl_moe"),
