@@ -21,6 +21,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -431,6 +432,7 @@ def unpack_packed_int4(matrix: StoredMatrix) -> Codes:
 CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
     Fp8Block: unpack_block,
     Fp8Channel: unpack_channel,
+    Fp8Tensor: unpack_channel,
     PackedInt4: unpack_packed_int4,
     Gptq: unpack_gptq,
     Awq: unpack_awq,

@@ -12,6 +12,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -45,7 +46,12 @@ class Quantised:
         return StoredMatrix(
             format=self.format,
             shape=self.shape,
-            pieces={piece.name: self.tensors[piece.suffix].view(piece.shape) for piece in pieces},
+            pieces={
+                piece.name: self.tensors[piece.suffix].expand(piece.shape)
+                if piece.is_repeated
+                else self.tensors[piece.suffix].view(piece.shape)
+                for piece in pieces
+            },
         )
 
 
@@ -104,6 +110,13 @@ def _fp8_channel(_stored: Fp8Channel, weight: np.ndarray, scale_dtype: torch.dty
     wide = scales.double().numpy()
     codes = torch.from_numpy(weight / wide).float().to(torch.float8_e4m3fn)
     return {".weight": codes, ".weight_scale": scales}, codes.double().numpy() * wide
+
+
+def _fp8_tensor(stored: Fp8Tensor, weight: np.ndarray, scale_dtype: torch.dtype, _seed: int):
+    scale = torch.tensor(np.abs(weight).max() / 448 + 1e-9).to(scale_dtype)
+    codes = torch.from_numpy(weight / float(scale)).float().to(torch.float8_e4m3fn)
+    exact = codes.double().numpy() * float(scale)
+    return {".weight": codes, stored.scales_suffix: scale}, exact
 
 
 def _groups(columns: int, size: int, *, is_ordered: bool, seed: int) -> np.ndarray:
@@ -222,6 +235,7 @@ def _nvfp4(stored: Nvfp4, weight: np.ndarray, _scale_dtype: torch.dtype, seed: i
 _MAKERS: dict[type[WeightFormat], Callable] = {
     Fp8Block: _fp8_block,
     Fp8Channel: _fp8_channel,
+    Fp8Tensor: _fp8_tensor,
     PackedInt4: _packed,
     Gptq: _gptq,
     Awq: _awq,

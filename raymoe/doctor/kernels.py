@@ -45,6 +45,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -58,7 +59,8 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 # Largest error relative to the norm of the result: some roundings of weights, products and results.
 BOUNDS = {FLOAT32: 1e-5, FLOAT16: 4 * 2**-11, BFLOAT16: 4 * 2**-8}
 FORMATS: tuple[WeightFormat, ...] = (
-    Fp8Block(), Fp8Channel(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Mxfp8(), Nvfp4(),
+    Fp8Block(), Fp8Channel(), Fp8Tensor(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Mxfp8(),
+    Nvfp4(),
 )  # fmt: skip
 HIDDEN, EXPERT, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
 TOKENS = (3, 200)  # tiles of decode and of prefill

@@ -28,6 +28,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -229,6 +230,7 @@ def _strides(matrix: Tensor) -> tuple[int, int]:
 _LAYOUTS: Mapping[type[WeightFormat], Callable[[StoredMatrix], MatrixLayout]] = {
     Fp8Block: partial(_fp8, group_size=FP8_COLUMNS, block_rows=FP8_ROWS),
     Fp8Channel: partial(_fp8, group_size=0, block_rows=1),
+    Fp8Tensor: partial(_fp8, group_size=0, block_rows=1),
     Mxfp8: partial(_fp8, group_size=MXFP8_COLUMNS, block_rows=1),
     PackedInt4: _packed_int4,
     Gptq: _gptq,

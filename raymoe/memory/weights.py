@@ -104,7 +104,7 @@ class WeightStore:
         for name, piece in location.pieces().items():
             tensor = self.checkpoint.tensor(name)
             part = tensor if location.expert is None else tensor[location.expert]
-            tensors[piece.name] = part.view(piece.shape)  # one element may be stored as a scalar
+            tensors[piece.name] = _as_piece(part, piece)
             names[piece.name] = name
         matrix = StoredMatrix(format=stored, shape=shape, pieces=tensors)
         check_values(matrix, lambda piece: self._describe(names[piece]))
@@ -136,6 +136,17 @@ class WeightStore:
                 f"{self.checkpoint.directory}: tie_word_embeddings is set, but {HEAD!r} differs "
                 f"from {EMBEDDING!r}; set tie_word_embeddings to false or remove the tensor"
             )
+
+
+def _as_piece(stored: Tensor, piece: Piece) -> Tensor:
+    """A stored tensor in the shape of its piece: one element may be stored as a scalar.
+
+    Matrices in one tensor, gate and up, may each have a scale; else one is that of all rows.
+    """
+    if not piece.is_repeated:
+        return stored.view(piece.shape)
+    rows = piece.shape[0]
+    return stored.reshape(-1, 1).repeat_interleave(rows // stored.numel(), 0)
 
 
 def max_stored_tensors(spec: ModelSpec) -> int:

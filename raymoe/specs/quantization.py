@@ -5,7 +5,7 @@ repetition, so no module name makes matching slow.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -33,6 +34,7 @@ _UNDERSTOOD = re.compile(
     r"(?: [\w\-/ ] | \.[*+]? | \\\. | \\d\+? | \[[\w\-]+\]\+? | \(\?: | [()|^$] )*", re.VERBOSE
 )
 _ONE_EXPERT = re.compile(r"experts\\?\.[\d\[]")
+_OTHER_EXPERT = re.compile(r"experts\.[1-9]")
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 # Other names of canonical modules (`specs.layer_weights`) in checkpoints and in transformers.
 _SPELLINGS = (
@@ -101,21 +103,25 @@ Config = Mapping[str, object]
 BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
 MICRO_BLOCKS = ([1, MXFP8_COLUMNS], (1, MXFP8_COLUMNS), None)
 
-# Fields that are used, or concern calibration and not the stored format.
-_GPTQ_FIELDS = frozenset(
+# Fields that say how numbers were found, how a loader or a kernel works, or how activations and the
+# KV cache were scaled: none changes what is stored, or what a stored weight stands for.
+_OF_LOADERS = frozenset(
     """
-    group_size dynamic lm_head sym desc_act static_groups true_sequential damp_percent
-    damp_auto_increment mse act_group_aware hyb_act meta dataset tokenizer batch_size pad_token_id
-    model_seqlen max_input_length block_name_to_quantize module_name_preceding_first_block
-    cache_block_outputs exllama_config backend model_name_or_path model_file_base_name
-    """.split()  # noqa: SIM905 - two dozen names read better as words
+    act_group_aware activation_scale_ub amp autoround_version backend batch_size
+    block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
+    disable_exllama do_fuse enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+    exllama_config fuse_max_seq_len global_compression_ratio gradient_accumulate_steps hyb_act iters
+    kv_cache_quant_algo kv_cache_scheme low_gpu_mem_usage lr max_input_length meta minmax_lr
+    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+    modules_to_fuse mse nsamples pad_token_id producer quantization_status quantizer scale_dtype
+    seqlen static_groups tokenizer train_bs true_sequential use_cuda_fp16 use_exllama version
+    """.split()  # noqa: SIM905 - sixty names read better as words
 )
-_AWQ_FIELDS = frozenset(
-    {"group_size", "modules_to_not_convert", "backend", "exllama_config", "fuse_max_seq_len"}
+_GPTQ_FIELDS = frozenset(
+    {"group_size", "dynamic", "lm_head", "sym", "desc_act", "modules_in_block_to_quantize"}
 )
-_TENSORS_FIELDS = frozenset(
-    {"config_groups", "ignore", "quantization_status", "global_compression_ratio", "version"}
-)
+_AWQ_FIELDS = frozenset({"group_size", "modules_to_not_convert"})
+_TENSORS_FIELDS = frozenset({"config_groups", "ignore"})
 _WEIGHTS_FIELDS = frozenset(
     {"strategy", "group_size", "block_structure", "symmetric", "observer", "observer_kwargs"}
 )
@@ -125,16 +131,22 @@ _MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
     "NVFP4": (Nvfp4(), NVFP4_COLUMNS),
     "W4A16_NVFP4": (Nvfp4(), NVFP4_COLUMNS),
     "MXFP8": (Mxfp8(), MXFP8_COLUMNS),
+    "FP8": (Fp8Tensor(), 0),
 }
-# Scales of activations and of the KV cache are not used; "config_groups" repeats "quant_algo".
-_MODELOPT_FIELDS = frozenset(
-    """
-    quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore config_groups producer
-    """.split()  # noqa: SIM905 - as above
-)
+# "config_groups" repeats "quant_algo".
+_MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config_groups"})
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.")
+
+
+# Ends of names of tensors with scales of activations and of the KV cache. Activations stay in the
+# type of the computation, as where they would be scaled when a model runs ("dynamic").
+_ACTIVATION_SCALES = (
+    *(".input_scale", ".act_scale", ".activation_scale", "_activation_scale"),
+    *(".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale"),
+    ".input_global_scale",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +154,8 @@ class Quantization:
     method: str
     format: WeightFormat
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
+    # The only ones that are quantised; None: all that are not excluded.
+    included: tuple[re.Pattern[str], ...] | None = None
     is_head_plain: bool = True  # whether the head is excluded implicitly
     is_experts_only: bool = False  # whether only routed experts are quantised
     experts: WeightFormat | None = None  # format of the routed experts, if they have another one
@@ -171,7 +185,10 @@ class Quantization:
             return None
         module = name.removesuffix(".weight")
         renamed = next((pair for pair in self.module_names if pair[0] in module), ("", ""))
-        is_excluded = is_matched(module.replace(*renamed, 1), self.excluded)
+        module = module.replace(*renamed, 1)
+        is_excluded = is_matched(module, self.excluded)
+        if self.included is not None:
+            is_excluded |= not is_matched(module, self.included)
         stored = self.experts if self.experts is not None and EXPERTS in name else self.format
         return None if is_excluded else stored
 
@@ -212,15 +229,16 @@ def quantization_of(weights: str) -> Quantization | None:
 
 
 def _fp8(config: Config) -> Quantization:
+    """FP8 of transformers, MiniMax and vLLM; without a size of blocks, a matrix has one scale."""
     blocks = config.get("weight_block_size")
     is_micro = config.get("quant_method") == "mxfp8" or blocks == [1, MXFP8_COLUMNS]
     accepted: dict[str, tuple[object, ...]] = {
-        "weight_block_size": MICRO_BLOCKS if is_micro else BLOCKS,
-        "activation_scheme": ("dynamic",),
-        "fmt": ("e4m3", "float8_e4m3fn"),
+        "weight_block_size": MICRO_BLOCKS if is_micro else (*BLOCKS, None),
+        "activation_scheme": ("dynamic", "static", None),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
         "scale_fmt": ("float", "ue8m0", None),
         "expert_dtype": ("fp8", None),
-        "dequantize": (False, None),
+        "dequantize": (False, True, None),
         "modules_to_convert": (None, []),
         "moe_quant_algo": ("NVFP4", None),
         "moe_quant_format": ("nvfp4-pack-quantized", None),
@@ -229,25 +247,30 @@ def _fp8(config: Config) -> Quantization:
     # MiniMax-M3.1 has experts of compressed-tensors, NVIDIA's DeepSeek-V4 those of modelopt.
     experts = Nvfp4(is_divided=config.get("moe_quant_format") is not None)
     has_experts = config.get("moe_quant_algo") is not None
-    if blocks is None and not is_micro:
-        raise _refusal("weight_block_size", None, BLOCKS[:1])
+    one_scale = Fp8Tensor(scales_suffix=".weight_scale_inv")
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
         method="mxfp8" if is_micro else "fp8",
-        format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block(),
+        format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block() if blocks else one_scale,
         experts=experts if has_experts else None,
-        unread=(".input_scale", ".input_global_scale") if has_experts else (),
-        excluded=tuple(map(prefix_or_suffix, names)),
+        unread=_ACTIVATION_SCALES,
+        excluded=tuple(map(_name_of_fp8, names)),
         is_head_plain=not names,
     )
 
 
+def _name_of_fp8(pattern: str) -> re.Pattern[str]:
+    """Names as transformers reads them, or as AutoFP8 writes expressions."""
+    return (name_or_expression if pattern.startswith("re:") else prefix_or_suffix)(pattern)
+
+
 def _fbgemm_fp8(config: Config) -> Quantization:
-    _check(config, {}, {"modules_to_not_convert", "activation_scale_ub"})
+    _check(config, {}, {"modules_to_not_convert"})
     names = _names(config, "modules_to_not_convert")
     return Quantization(
         method="fbgemm_fp8",
         format=Fp8Channel(),
+        unread=_ACTIVATION_SCALES,
         excluded=tuple(map(prefix_or_suffix, names)),
         is_head_plain=not names,
     )
@@ -269,15 +292,17 @@ def _gptq(config: Config) -> Quantization:
         "bits": (4,),
         "checkpoint_format": ("gptq", None),
         "format": ("gptq", None),
-        "modules_in_block_to_quantize": (None,),
+        "data_type": ("int", None),
         "pack_dtype": ("int32", None),
         "is_marlin_format": (False, None),
     }
     _check(config, accepted, _GPTQ_FIELDS)
+    listed = config.get("modules_in_block_to_quantize")
     return Quantization(
         method="gptq",
         format=Gptq(_group_size(config)),
         excluded=tuple(map(name_or_expression, _dynamic_exclusions(config))),
+        included=None if listed is None else _modules_of_blocks(listed),
         is_head_plain=config.get("lm_head") is not True,
     )
 
@@ -288,10 +313,11 @@ def _awq(config: Config) -> Quantization:
         "version": ("gemm", "GEMM", None),
         "format": ("gemm", None),
         "zero_point": (True,),
-        "do_fuse": (False, None),
-        "modules_to_fuse": (None,),
+        "data_type": ("int", None),
     }
     _check(config, accepted, _AWQ_FIELDS)
+    if config.get("backend") == "llm-awq":  # another layout
+        raise _refusal("backend", "llm-awq", ("autoawq",))
     names = _names(config, "modules_to_not_convert")
     return Quantization(
         method="awq",
@@ -310,7 +336,7 @@ def _modelopt(config: Config) -> Quantization:
         raise _refusal("quant_algo", found.get("quant_algo"), tuple(_MODELOPT))
     stored, group_size = _MODELOPT[algorithm]
     accepted: dict[str, tuple[object, ...]] = {
-        "group_size": (group_size, None),
+        "group_size": (group_size, None, 0),
         "quantized_layers": (None, {}),
     }
     _check(found, accepted, _MODELOPT_FIELDS)
@@ -320,14 +346,13 @@ def _modelopt(config: Config) -> Quantization:
         format=stored,
         excluded=tuple(map(wildcard, names)),
         is_head_plain=False,
-        unread=(".input_scale", ".k_scale", ".v_scale"),
+        unread=_ACTIVATION_SCALES,
     )
 
 
 def _compressed_tensors(config: Config) -> Quantization:
     accepted: dict[str, tuple[object, ...]] = {
         "format": tuple(_LAYOUTS),
-        "kv_cache_scheme": (None,),
         "sparsity_config": (None, {}),
         "transform_config": (None, {}),
     }
@@ -344,17 +369,13 @@ def _compressed_tensors(config: Config) -> Quantization:
         {"targets": (["Linear"],), "output_activations": (None,), "format": (None, layout)},
         {"weights", "input_activations"},
     )
-    activations = group.get("input_activations")
-    dynamic = (True, "local", False) if layout == "nvfp4-pack-quantized" else (True,)
-    if isinstance(activations, Mapping) and activations.get("dynamic") not in dynamic:
-        raise _refusal("input_activations.dynamic", activations.get("dynamic"), dynamic)
     names = _names(config, "ignore")
     return Quantization(
         method="compressed-tensors",
         format=_weights_format(group.get("weights"), layout),
         excluded=tuple(map(name_or_expression, names)),
         is_head_plain=False,
-        unread=(".input_global_scale",),
+        unread=_ACTIVATION_SCALES,
     )
 
 
@@ -370,7 +391,8 @@ class _Layout(NamedTuple):
 
 _LAYOUTS: Mapping[str, _Layout] = {
     "pack-quantized": _Layout(4, "int", ("group", "channel")),
-    "float-quantized": _Layout(8, "float", ("channel", "block")),
+    "float-quantized": _Layout(8, "float", ("channel", "block", "tensor")),
+    "naive-quantized": _Layout(8, "float", ("channel", "block", "tensor")),
     "mxfp8-quantized": _Layout(
         8, "float", ("group",), (None, "torch.uint8", "uint8"), MXFP8_COLUMNS
     ),
@@ -418,6 +440,8 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
             has_zero_points=weights.get("symmetric") is False,
             has_order=weights.get("actorder") == "group",
         )
+    if strategy == "tensor":
+        return Fp8Tensor()
     return Fp8Channel() if strategy == "channel" else Fp8Block(scales_suffix=".weight_scale")
 
 
@@ -427,32 +451,32 @@ class Method(NamedTuple):
 
 
 METHODS: Mapping[str, Method] = {
-    "fp8": Method("FP8 (e4m3), a scale for 128 x 128 elements", _fp8),
+    "fp8": Method("FP8 (e4m3), a scale for 128 x 128 elements or a matrix", _fp8),
     "fbgemm_fp8": Method("FP8 (e4m3), a scale for each row", _fbgemm_fp8),
     "mxfp4": Method("FP4 (e2m1) of experts, a scale for 32 elements", _mxfp4),
     "mxfp8": Method("FP8 (e4m3), a scale for 32 elements", _fp8),
     "modelopt": Method(
-        "FP4 (e2m1), a scale for 16 elements (NVFP4); FP8, a scale for 32 elements (MXFP8)",
+        "FP4 (e2m1), a scale for 16 elements (NVFP4); FP8, a scale for 32 elements (MXFP8) or a "
+        "matrix (FP8)",
         _modelopt,
     ),
     "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
     "awq": Method("INT4 with a scale and a zero point for each group", _awq),
     "compressed-tensors": Method(
-        "INT4 by groups or rows (pack-quantized), FP8 by blocks or rows (float-quantized) or 32 "
-        "elements (mxfp8-quantized), FP4 by 16 elements (nvfp4-pack-quantized)",
+        "INT4 by groups or rows (pack-quantized), FP8 by blocks, rows or matrices "
+        "(float-quantized) or 32 elements (mxfp8-quantized), FP4 by 16 elements "
+        "(nvfp4-pack-quantized)",
         _compressed_tensors,
     ),
 }
 
 
-def _check(
-    config: Config, accepted: Mapping[str, tuple[object, ...]], used: Collection[str]
-) -> None:
+def _check(config: Config, accepted: Mapping[str, tuple[object, ...]], used: Set[str]) -> None:
     for name, value in config.items():
         if name in accepted:
             if value not in accepted[name]:
                 raise _refusal(name, value, accepted[name])
-        elif name not in used and name != "quant_method" and value is not None:
+        elif name not in used | _OF_LOADERS | {"quant_method"} and value is not None:
             raise _refusal(name, value, ("no such field",))
 
 
@@ -477,6 +501,20 @@ def _dynamic_exclusions(config: Config) -> list[str]:
     ):
         raise _refusal("dynamic", dynamic, ("expressions that begin with '-:'",))
     return [f"re:{key.removeprefix('-:')}" for key in dynamic]
+
+
+def _modules_of_blocks(listed: object) -> tuple[re.Pattern[str], ...]:
+    """The modules of a layer that lists of lists name, in the order in which they were quantised.
+
+    Experts are stored in one format, so that the first stands for all.
+    """
+    field = "modules_in_block_to_quantize"
+    groups = listed if isinstance(listed, list) else [[]]
+    names = {name for one in groups for name in (one if isinstance(one, list) else [one])}
+    if not names or not all(isinstance(name, str) for name in names):
+        raise _refusal(field, listed, ("lists of names",))
+    first = [name for name in names if not _OTHER_EXPERT.search(name)]
+    return tuple(re.compile(rf"(?:.*\.)?{re.escape(name)}$") for name in sorted(first))
 
 
 def _refusal(field: str, value: object, supported: tuple[object, ...]) -> UnsupportedModelError:

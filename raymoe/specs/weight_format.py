@@ -49,6 +49,11 @@ class Piece:
     # Axis of the inputs of the matrix; None if it belongs to all of them.
     column_axis: int | None = None
     columns: int = 1  # inputs per entry of that axis
+    is_repeated: bool = False  # whether one element is stored, in place of this many
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (1,) if self.is_repeated else self.shape
 
     @property
     def item_bytes(self) -> int:
@@ -129,6 +134,32 @@ class Fp8Channel(WeightFormat):
                 shape=(rows, 1),
                 dtypes=("F32",),
                 widened=HALVES,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tensor(WeightFormat):
+    """FP8 with one scale for the matrix, kept as a float32 for each row.
+
+    Source: `FineGrainedFP8Config` of transformers without `weight_block_size`, AutoFP8 0.1 (which
+    names the scales `.weight_scale`), "float-quantized" with strategy "tensor" of
+    compressed-tensors 0.20, FP8 of modelopt 0.47.
+    """
+
+    scales_suffix: str = ".weight_scale"
+    name: str = "fp8_tensor"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        return (
+            _codes(rows, columns, "F8_E4M3"),
+            Piece(
+                name="scales",
+                suffix=self.scales_suffix,
+                shape=(rows, 1),
+                dtypes=("F32",),
+                widened=HALVES,
+                is_repeated=True,
             ),
         )
 

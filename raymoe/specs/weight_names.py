@@ -1,5 +1,6 @@
 """Where the weights of a model are in a checkpoint."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_format import Piece, WeightFormat
+from raymoe.specs.weight_format import Fp8Tensor, Mxfp4, Piece, WeightFormat
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")
@@ -50,6 +51,11 @@ class Location:
             return {}
         stored, shape = self.quantised
         module = self.name.removesuffix(".weight")
+        if module == self.name:  # parameters of experts: "gate_up_proj" and "gate_up_proj_scale"
+            return {
+                module + piece.suffix.removeprefix(".weight"): piece
+                for piece in _pieces(stored, shape)
+            }
         return {module + piece.suffix: piece for piece in _pieces(stored, shape)}
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -80,10 +86,11 @@ def locate_weights(
     best: dict[str, _Place] = {}
     missing: list[str] = []
     fewest: tuple[int, int] | None = None
+    spec = _with_stored_scales(spec, stored)
     for naming in namings_of(spec.model_type, spec.wrapper):
         places = dict(_places(spec, naming))
         absent = [name for name, place in places.items() if place.absent(stored)]
-        num_wrong = sum(place.has_other_shape(stored) for place in places.values())
+        num_wrong = sum(any(place.other_shapes(stored)) for place in places.values())
         if fewest is None or (len(absent), num_wrong) < fewest:
             best, missing, fewest = places, absent, (len(absent), num_wrong)
         if fewest == (0, 0):
@@ -98,6 +105,19 @@ def locate_weights(
     return {name: place.location for name, place in best.items()}
 
 
+def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
+    """The model with the name that scales of matrices have here: transformers' or that of vLLM."""
+    found = spec.quantization
+    if found is None or not isinstance(found.format, Fp8Tensor):
+        return spec
+    suffixes = (found.format.scales_suffix, ".weight_scale_inv", ".weight_scale")
+    ends = {suffix: (suffix, suffix.replace(".weight", "_proj")) for suffix in suffixes}
+    suffix = next((one for one in suffixes if any(n.endswith(ends[one]) for n in stored)), None)
+    if suffix in {None, found.format.scales_suffix}:
+        return spec
+    return replace(spec, quantization=replace(found, format=Fp8Tensor(str(suffix))))
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     location: Location
@@ -106,8 +126,20 @@ class _Place:
     def absent(self, stored: Collection[str]) -> str | None:
         return next((name for name in self.shapes if name not in stored), None)
 
-    def has_other_shape(self, stored: Mapping[str, Shape]) -> bool:
-        return any(tuple(stored.get(name, shape)) != shape for name, shape in self.shapes.items())
+    def other_shapes(self, stored: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+        """Stored tensors of another shape, with the one that they should have."""
+        for name, shape in self.shapes.items():
+            found = tuple(stored.get(name, shape))
+            if found != shape and not self._has_same_numbers(name, found, shape):
+                yield name, shape
+
+    def _has_same_numbers(self, name: str, found: Shape, shape: Shape) -> bool:
+        """Whether one number, or one or two of each expert, have dimensions of one more or less."""
+        if self.location.quantised is None or shape[-1] != 1 or len(shape) > 2:
+            return found == () and shape == (1,)
+        has_halves = self.location.rows is not None and found == (*shape[:1], 2, 1)
+        is_of_experts = name.endswith(("_proj_scale", "_proj_scale_inv"))
+        return math.prod(found) == math.prod(shape) or (has_halves and is_of_experts)
 
 
 def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
@@ -170,8 +202,10 @@ class _LayerNames:
             end = begin + shapes[index][0]
             rows = (index, total, count) if tensor.is_interleaved else (begin, end, 1)
             rows = (rows[0] // num_groups, rows[1] // num_groups, rows[2])
+        # Transposed matrices are not stored in other formats.
+        is_other = tensor.is_transposed and not isinstance(quantised, Mxfp4 | None)
         location = Location(
-            self._prefix(general) + tensor.name,
+            self._prefix(general) + tensor.name + (".weight" if is_other else ""),
             expert=None if expert is None else int(expert),
             rows=rows,
             num_groups=num_groups,
@@ -213,7 +247,7 @@ def _plain_or_quantised(location: Location, shape: Shape, quantised: WeightForma
         pieces = location.pieces()
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"tensor {location.name!r}: {error}") from error
-    return _Place(location, {name: piece.shape for name, piece in pieces.items()})
+    return _Place(location, {name: piece.stored_shape for name, piece in pieces.items()})
 
 
 def _explain_missing(spec: ModelSpec, name: str, best: _Place, stored: Collection[str]) -> str:
@@ -236,13 +270,11 @@ def _explain_missing(spec: ModelSpec, name: str, best: _Place, stored: Collectio
 def _check_shapes(
     places: Iterable[_Place], stored: Mapping[str, Shape], files: Mapping[str, str]
 ) -> None:
-    for name, shape in (item for place in places for item in place.shapes.items()):
-        is_one_element = shape == (1,) and stored[name] == ()
-        if tuple(stored[name]) != shape and not is_one_element:
-            raise CheckpointError(
-                f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
-                f"config.json says {list(shape)}"
-            )
+    for name, shape in (item for place in places for item in place.other_shapes(stored)):
+        raise CheckpointError(
+            f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
+            f"config.json says {list(shape)}"
+        )
 
 
 def _check_cut(location: Location) -> None:

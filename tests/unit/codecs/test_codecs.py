@@ -16,6 +16,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -31,6 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [
     Fp8Block(),
     Fp8Channel(),
+    Fp8Tensor(),
     PackedInt4(32),
     PackedInt4(0),
     PackedInt4(16, has_zero_points=True),
@@ -322,7 +324,7 @@ def test_a_stored_matrix_has_the_bytes_of_its_format(stored: WeightFormat) -> No
     widened = sum(
         tensor.numel() * 2
         for name, tensor in matrix.pieces.items()
-        if name == "scales" and isinstance(stored, Fp8Block | Fp8Channel)
+        if name == "scales" and isinstance(stored, Fp8Block | Fp8Channel | Fp8Tensor)
     )  # made here with 16 bits, kept with 32
     assert matrix.num_bytes + widened == stored.matrix_bytes(64, 128)
 

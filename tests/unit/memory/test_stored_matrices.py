@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from raymoe.codecs import StoredMatrix
+from raymoe.codecs import StoredMatrix, as_tensor
 from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.model import ModelSpec
@@ -149,3 +149,52 @@ def test_a_plain_matrix_where_a_quantised_one_is_meant_is_refused(tmp_path: Path
 
     with pytest.raises(CheckpointError, match=r"q_proj.qweight'.*is missing"):
         read_all(damaged(GPTQ, tmp_path, damage))
+
+
+@pytest.mark.parametrize("shape", [(-1, 1, 1), (-1,), (-1, 2, 1)], ids=str)
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_experts_in_one_tensor_have_a_scale_each(
+    shape: tuple[int, ...], suffix: str, tmp_path: Path
+) -> None:
+    """As Mistral-Small-4 stores them ([experts, 1, 1]), and as transformers 5.24 holds them."""
+    expected: Tensors = {}
+
+    def fuse(tensors: Tensors) -> None:
+        for layer in ("model.layers.0.mlp.experts.", "model.layers.1.mlp.experts."):
+            for stored, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
+                codes, scales = _taken(tensors, layer, parts)
+                has_halves = shape == (-1, 2, 1) and len(parts) == 2
+                scales = scales if has_halves else scales[:, :1].expand_as(scales)
+                for part, name in enumerate(parts):
+                    for i, code in enumerate(codes):
+                        rows = code.chunk(len(parts))[part]
+                        weight = rows.float() * scales[i, part].float()
+                        expected[f"{layer}{i}.{name}_proj.weight"] = weight
+                kept = scales[..., None] if has_halves else scales[:, 0].reshape(-1, 1, 1)
+                if len(shape) == 1:
+                    kept = kept.flatten()
+                tensors[f"{layer}{stored}_proj"] = codes
+                tensors[f"{layer}{stored}_proj{suffix}"] = kept.contiguous()
+                tensors[f"{layer}{stored}_proj_activation_scale"] = torch.ones(len(codes))
+        for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+            tensors[name.removesuffix("_scale_inv") + suffix] = tensors.pop(name)
+
+    directory = damaged(ONE_SCALE, tmp_path, fuse)
+    store = WeightStore.open(ModelSpec.from_directory(directory), directory)
+    for name, weight in expected.items():
+        assert torch.equal(as_tensor(store(name), torch.float32), weight), name
+
+
+ONE_SCALE = "fp8 matrices of transformers, static"
+
+
+def _taken(tensors: Tensors, layer: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the experts of a layer, which are removed from the tensors."""
+    codes, scales = [], []
+    for i in range(6):
+        names = [f"{layer}{i}.{part}_proj." for part in parts]
+        codes.append(torch.cat([tensors.pop(f"{name}weight") for name in names]))
+        scales.append(torch.stack([tensors.pop(f"{name}weight_scale_inv") for name in names]))
+        for name in names:
+            del tensors[f"{name}activation_scale"]
+    return torch.stack(codes), torch.stack(scales)

@@ -23,6 +23,7 @@ from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
     Fp8Channel,
+    Fp8Tensor,
     Gptq,
     Mxfp4,
     Mxfp8,
@@ -348,9 +349,8 @@ def weights(**fields: Any) -> dict[str, Any]:
         ([], "expected an object"),
         ({}, "quant_method = None.*'fp8'"),
         ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, "weight_block_size = None"),
         (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
-        (FP8 | {"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        (FP8 | {"activation_scheme": "block"}, "activation_scheme = 'block'"),
         (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
         (FP8 | {"scale_fmt": "e4m3"}, "scale_fmt = 'e4m3'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
@@ -368,15 +368,14 @@ def weights(**fields: Any) -> dict[str, Any]:
         (GPTQ | {"group_size": 0}, "group_size = 0"),
         (GPTQ | {"group_size": None}, "group_size = None"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
-        (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, "modules_in_block_to_quantize"),
+        (GPTQ | {"modules_in_block_to_quantize": [[4]]}, "modules_in_block_to_quantize"),
         (AWQ | {"version": "gemv"}, "version = 'gemv'"),
         (AWQ | {"zero_point": False}, "zero_point = False"),
         (KIMI_INT4 | {"format": "mxfp4-pack-quantized"}, "mxfp4"),
         (KIMI_INT4 | {"format": "nvfp4-pack-quantized"}, "group_size = 32.*16"),
-        (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (NVFP4 | {"format": "pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
         (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'.*'NVFP4'"),
-        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo = 'FP8'"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
         (MODELOPT | {"group_size": 32}, "group_size = 32.*16"),
         (MODELOPT | {"quantized_layers": {"lm_head": {}}}, "quantized_layers"),
         (MODELOPT | {"ignore": ["model.layers.0.mlp.experts.5*"]}, "one expert"),
@@ -384,7 +383,6 @@ def weights(**fields: Any) -> dict[str, Any]:
         (MXFP8 | {"weight_block_size": [128, 128]}, "weight_block_size"),
         (MXFP8 | {"moe_quant_algo": "MXFP4"}, "moe_quant_algo = 'MXFP4'.*'NVFP4'"),
         (MXFP8 | {"moe_quant_format": "pack-quantized"}, "moe_quant_format"),
-        (KIMI_INT4 | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP}}, "one group"),
         (KIMI_INT4 | {"config_groups": {"a": GROUP | {"targets": ["Conv2d"]}}}, "targets"),
@@ -396,11 +394,9 @@ def weights(**fields: Any) -> dict[str, Any]:
         (KIMI_INT4 | weights(block_structure=[128, 128]), "block_structure"),
         (floats(strategy="block", block_structure=[64, 128]), r"block_structure = \[64, 128\]"),
         (floats(strategy="block"), "block_structure = None"),
-        (floats(strategy="tensor"), "strategy = 'tensor'"),
-        (
-            CHANNELS | {"config_groups": {"g": GROUP | {"input_activations": {"dynamic": False}}}},
-            "input_activations.dynamic = False",
-        ),
+        (floats(strategy="attn_head"), "strategy = 'attn_head'"),
+        (AWQ | {"backend": "llm-awq"}, "backend = 'llm-awq'"),
+        (GPTQ | {"data_type": "fp"}, "data_type = 'fp'"),
     ],
 )
 def test_what_is_not_known_is_refused_by_field_and_value(config, named: str) -> None:
@@ -417,3 +413,85 @@ def test_act_order_stores_the_group_of_each_column() -> None:
 def test_asymmetric_groups_store_zero_points() -> None:
     stored = read(KIMI_INT4 | weights(symmetric=False)).format
     assert stored == PackedInt4(32, has_zero_points=True)
+
+
+TENSOR = Fp8Tensor()
+# Facts of published configurations, and what of them is said in which way.
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+LOADERS = {
+    "batch_size": 1,
+    "block_name_to_quantize": "model.layers",
+    "cache_block_outputs": True,
+    "damp_percent": 0.01,
+    "dataset": "c4",
+    "disable_exllama": True,
+    "exllama_config": {"version": 2},
+    "max_input_length": 4096,
+    "meta": {"quantizer": ["gptqmodel:1.4.0"], "mse": 0.0},
+    "model_seqlen": 4096,
+    "module_name_preceding_first_block": ["model.embed_tokens"],
+    "modules_to_fuse": {"attention": ["q_proj"]},
+    "do_fuse": True,
+    "fuse_max_seq_len": 512,
+    "pad_token_id": 0,
+    "static_groups": True,
+    "tokenizer": "x/y",
+    "true_sequential": True,
+    "use_cuda_fp16": True,
+    "use_exllama": True,
+    # AutoRound
+    "amp": True,
+    "autoround_version": "0.4.5",
+    "data_type": "int",
+    "iters": 200,
+    "low_gpu_mem_usage": True,
+    "lr": 0.005,
+    "nsamples": 128,
+    "scale_dtype": "torch.float16",
+    "seqlen": 2048,
+    "train_bs": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (STATIC | {"dequantize": False, "weight_block_size": None}, Fp8Tensor(".weight_scale_inv")),
+        (STATIC | {"ignored_layers": ["lm_head"]}, Fp8Tensor(".weight_scale_inv")),
+        (STATIC | {"activation_scheme": "dynamic"}, Fp8Tensor(".weight_scale_inv")),
+        (floats(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8}}, TENSOR),
+        (floats(strategy="tensor") | {"format": "naive-quantized"}, TENSOR),
+        (floats(strategy="channel") | {"format": "naive-quantized"}, Fp8Channel()),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {}}, TENSOR),
+        (FP8 | {"activation_scheme": "static"}, Fp8Block()),
+        (GPTQ | LOADERS, Gptq(GPTQ["group_size"])),
+        (AWQ | LOADERS, Awq(AWQ["group_size"])),
+        (GPTQ | {"modules_in_block_to_quantize": None}, Gptq(GPTQ["group_size"])),
+    ],
+)
+def test_what_concerns_loaders_and_activations_changes_no_format(config, stored) -> None:
+    found = parse_quantization(config)
+    assert found is not None
+    assert found.format == stored
+    assert found.format_of("model.layers.3.mlp.experts.0.up_proj.weight") == stored
+
+
+def test_lists_of_modules_say_what_is_quantised() -> None:
+    experts = [f"mlp.experts.{i}.{part}_proj" for i in range(64) for part in ("gate", "up")]
+    lists = [["self_attn.k_proj"], experts]
+    found = parse_quantization(GPTQ | {"modules_in_block_to_quantize": lists})
+    assert found is not None
+    is_quantised = {
+        "self_attn.k_proj": True,
+        "self_attn.q_proj": False,
+        "mlp.experts.7.up_proj": True,
+        "mlp.experts.7.down_proj": False,
+        "mlp.shared_expert.up_proj": False,
+    }
+    for name, expected in is_quantised.items():
+        assert (found.format_of(f"model.layers.3.{name}.weight") is not None) is expected, name
+    of_mixtral = [["block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.1.w1"]]
+    found = parse_quantization(GPTQ | {"modules_in_block_to_quantize": of_mixtral})
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.experts.1.gate_proj.weight") is not None
+    assert found.format_of("model.layers.0.mlp.experts.1.up_proj.weight") is None

@@ -107,8 +107,7 @@ def fp8_shapes(*, is_fused: bool) -> dict[str, tuple[int, ...]]:
     for name, shape in list(stored.items()):
         is_fused_tensor = name.endswith(("gate_up_proj", "down_proj"))
         if is_fused_tensor:
-            stored[f"{name}.weight"] = stored.pop(name)
-            stored[f"{name}.weight_scale_inv"] = (shape[0], 1, 1)
+            stored[f"{name}_scale_inv"] = (shape[0], 1, 1)
         elif "_proj" in name:
             stored[f"{name}_scale_inv"] = (1, 1)
     return stored
