@@ -146,6 +146,9 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
     architectures = config.get("architectures")
     names = (family.architecture, *family.published_architectures)
     known = [[name.removesuffix(_LM) + kind] for name in names for kind in HEADS]
+    # Classes that wrap it: the text part may be saved alone, and keep the name of the whole.
+    wrappers = [one for one in WRAPPERS.values() if model_type in one.texts]
+    known += [[name] for wrapper in wrappers for name in wrapper.architectures]
     if architectures and architectures not in known:
         raise UnsupportedModelError(
             f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
@@ -159,7 +162,7 @@ def head_of(config: Mapping[str, object]) -> HeadKind:
     """The head of the class that `architectures` names; that of a language model by default."""
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else _LM
-    return next(head for kind, head in HEADS.items() if name.endswith(kind))
+    return next((head for kind, head in HEADS.items() if name.endswith(kind)), "lm")
 
 
 def labels_of(config: Mapping[str, object]) -> tuple[str, ...]:
@@ -242,7 +245,9 @@ def _is_accepted(value: object, accepted: tuple[object, ...]) -> bool:
 
 
 def _is_unread(name: str, defaults: ClassDefaults) -> bool:
-    return defaults.directory is not None and not is_read(name, defaults.directory)
+    return defaults.directory is not None and not is_read(
+        name, defaults.model_type, defaults.directory
+    )
 
 
 def _refusal(name: str, value: object, model_type: str, family: Family) -> UnsupportedModelError:

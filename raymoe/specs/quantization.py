@@ -202,6 +202,8 @@ def parse_quantization(
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"quantization_config is {value!r}; expected an object")
     method = value.get("quant_method")
+    if method is None and value.get("quant_algo") is not None:  # modelopt before 0.35
+        method = "modelopt"
     if not isinstance(method, str) or method not in METHODS:
         raise _refusal("quant_method", method, tuple(METHODS))
     return replace(METHODS[method].read(value), module_names=module_names)

@@ -113,7 +113,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         | {"chunk_size", "expand", "mamba_proj_bias", "moe_shared_expert_overlap", "norm_eps"}
         | {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_logits_to_keep"}
         | {"rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"}
-        | {"use_mamba_kernels"},
+        | {"rms_norm_eps", "use_mamba_kernels"},
         fixed={
             "mamba_ssm_cache_dtype": ("float32",),
             "mlp_hidden_act": ("relu2",),

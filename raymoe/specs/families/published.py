@@ -304,10 +304,15 @@ def _remove_step_limit(config: dict[str, object]) -> None:
     found = config.pop("time_step_limit", None)
     limits = list(found) if isinstance(found, list | tuple) else found
     infinities = (float("inf"), "Infinity", {"__float__": "Infinity"})
+    if isinstance(limits, list) and len(limits) == 2 and isinstance(limits[1], float):
+        limits[1] = float("inf") if limits[1] > _LARGEST_FLOAT32 else limits[1]
     if limits is not None and limits not in [[0.0, one] for one in infinities]:
         raise UnsupportedModelError(
             f"time_step_limit = {found!r:.100} is not supported; supported: 0 to infinity"
         )
+
+
+_LARGEST_FLOAT32 = 3.5e38  # and more
 
 
 def _num_layers(values: Mapping[str, object]) -> int:

@@ -12,7 +12,8 @@ class Wrapper:
     """A class that wraps a language model.
 
     Attributes:
-        architectures: Values of `architectures`, the newest name first.
+        architectures: Values of `architectures`, the newest name first; those of the text part
+            alone at last, where transformers makes it of the whole configuration.
         texts: Accepted `model_type`s of the text part, the default first.
         path: Nested objects that lead to its configuration.
         prefixes: Stored prefixes of its layers and of its head.
@@ -43,7 +44,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
         unread=("final_logit_softcapping",),
     ),
     "llama4": Wrapper(
-        architectures=("Llama4ForConditionalGeneration",),
+        architectures=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
         texts=("llama4_text",),
         prefixes=_LLAVA[:1],
     ),
@@ -67,7 +68,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
         architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
     ),
     "qwen3_5_moe": Wrapper(
-        architectures=("Qwen3_5MoeForConditionalGeneration",), texts=("qwen3_5_moe_text",)
+        architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+        texts=("qwen3_5_moe_text",),
     ),
     "glm4v_moe": Wrapper(
         architectures=("Glm4vMoeForConditionalGeneration",), texts=("glm4v_moe_text",)

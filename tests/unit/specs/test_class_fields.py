@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import transformers
@@ -12,9 +13,12 @@ from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.class_fields import is_read
 from raymoe.specs.families import FAMILIES
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.presets_models import MODEL_PRESETS
 from tests.unit.specs.config_classes import FAMILY_CONFIGS, config_of, written
 
 MIXTRAL = {"model_type": "mixtral"}
+DATA = Path(__file__).parents[2] / "data" / "reuploads.json"
+REUPLOADS = json.loads(DATA.read_text())
 # What converters, trainers and other classes leave in a config.json.
 CONVERTERS = {
     "unk_token_id": 0,
@@ -57,6 +61,28 @@ def test_a_file_full_of_fields_makes_a_short_line(caplog) -> None:
     assert line.endswith("and 1,900 more")
 
 
+def test_fields_of_the_whole_do_not_concern_its_text_part() -> None:
+    """A text part that was saved alone may keep them."""
+    directory = class_defaults("gemma3_text").directory
+    assert directory is not None
+    for model_type, expected in {"gemma3_text": False, "gemma3": True}.items():
+        assert is_read("mm_tokens_per_image", model_type, directory) is expected
+    assert is_read("query_pre_attn_scalar", "gemma3_text", directory)
+
+
+@pytest.mark.parametrize("entry", REUPLOADS, ids=lambda entry: entry["name"])
+def test_what_others_have_made_of_models_is_read_or_refused_by_name(entry: dict) -> None:
+    """By published values; the rest is that of the model that they were made of."""
+    base = MODEL_PRESETS[entry["base"]] if entry["base"] else {}
+    config = {**base, **entry["fields"]}
+    if " = " in entry["result"]:
+        with pytest.raises(UnsupportedModelError, match=entry["result"]):
+            ModelSpec.from_config(config)
+        return
+    found = ModelSpec.from_config(config).quantization
+    assert (found.name if found else "plain") == entry["result"]
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
@@ -85,7 +111,7 @@ def test_every_field_that_a_class_writes_is_one_that_is_read(family: str) -> Non
     directory = class_defaults(family).directory
     assert directory is not None
     fields = written(config_of(family)).keys() - {"transformers_version"}
-    assert not {name for name in fields if not is_read(name, directory)}
+    assert not {name for name in fields if not is_read(name, family, directory)}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma3_text", "deepseek_v3"])
@@ -94,6 +120,8 @@ def test_an_ignored_field_changes_nothing_in_transformers(family: str) -> None:
     kind = getattr(transformers, FAMILY_CONFIGS[family])
     directory = class_defaults(family).directory
     assert directory is not None
-    unread = {name: value for name, value in CONVERTERS.items() if not is_read(name, directory)}
+    unread = {
+        name: value for name, value in CONVERTERS.items() if not is_read(name, family, directory)
+    }
     plain, more = kind().to_dict(), kind(**json.loads(json.dumps(unread))).to_dict()
     assert {name: more[name] for name in plain} == plain

@@ -197,7 +197,7 @@ def test_eos_may_be_one_token_several_or_none() -> None:
         ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
         ({"architectures": ["MyForCausalLM"]}, "MyForCausalLM"),
         ({"architectures": ["Qwen3MoeForTokenClassification"]}, "architectures"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"attention_chunk_size": 8}, "attention_chunk_size = 8"),
         ({"is_causal": False}, "is_causal = False.*supported: True"),
         ({"hidden_act": "relu2"}, "relu2.*supported: silu"),
