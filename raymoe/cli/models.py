@@ -161,7 +161,8 @@ def _attention_of_family(family: Family) -> str:
 
 def formats_table() -> Table:
     """Every way of storing weights that is known."""
-    table = Table(title="weight formats", caption="with every family, on CPU and GPU")
+    caption = "with every family, on CPU and GPU; activations stay in the type of the computation"
+    table = Table(title="weight formats", caption=caption)
     table.add_column("quant_method")
     table.add_column("weights")
     table.add_row("none", "bfloat16, float16, float32")

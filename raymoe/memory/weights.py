@@ -103,7 +103,8 @@ class WeightStore:
         tensors, names = {}, {}
         for name, piece in location.pieces().items():
             tensor = self.checkpoint.tensor(name)
-            part = tensor if location.expert is None else tensor[location.expert]
+            is_of_all = location.expert is None or tensor.numel() == 1
+            part = tensor if is_of_all else tensor[location.expert]
             tensors[piece.name] = _as_piece(part, piece)
             names[piece.name] = name
         matrix = StoredMatrix(format=stored, shape=shape, pieces=tensors)

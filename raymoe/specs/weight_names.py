@@ -134,12 +134,13 @@ class _Place:
                 yield name, shape
 
     def _has_same_numbers(self, name: str, found: Shape, shape: Shape) -> bool:
-        """Whether one number, or one or two of each expert, have dimensions of one more or less."""
+        """Whether one number is stored in another shape, or one of all or two of each expert."""
         if self.location.quantised is None or shape[-1] != 1 or len(shape) > 2:
             return found == () and shape == (1,)
-        has_halves = self.location.rows is not None and found == (*shape[:1], 2, 1)
-        is_of_experts = name.endswith(("_proj_scale", "_proj_scale_inv"))
-        return math.prod(found) == math.prod(shape) or (has_halves and is_of_experts)
+        others = [math.prod(shape)]
+        if name.endswith(("_proj_scale", "_proj_scale_inv")):
+            others += [1, 2 * shape[0]] if self.location.rows is not None else [1]
+        return math.prod(found) in others
 
 
 def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:

@@ -151,7 +151,7 @@ def test_a_plain_matrix_where_a_quantised_one_is_meant_is_refused(tmp_path: Path
         read_all(damaged(GPTQ, tmp_path, damage))
 
 
-@pytest.mark.parametrize("shape", [(-1, 1, 1), (-1,), (-1, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(-1, 1, 1), (-1,), (-1, 2, 1), (1,)], ids=str)
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 def test_experts_in_one_tensor_have_a_scale_each(
     shape: tuple[int, ...], suffix: str, tmp_path: Path
@@ -165,6 +165,7 @@ def test_experts_in_one_tensor_have_a_scale_each(
                 codes, scales = _taken(tensors, layer, parts)
                 has_halves = shape == (-1, 2, 1) and len(parts) == 2
                 scales = scales if has_halves else scales[:, :1].expand_as(scales)
+                scales = scales[:1].expand_as(scales) if shape == (1,) else scales
                 for part, name in enumerate(parts):
                     for i, code in enumerate(codes):
                         rows = code.chunk(len(parts))[part]
@@ -172,7 +173,7 @@ def test_experts_in_one_tensor_have_a_scale_each(
                         expected[f"{layer}{i}.{name}_proj.weight"] = weight
                 kept = scales[..., None] if has_halves else scales[:, 0].reshape(-1, 1, 1)
                 if len(shape) == 1:
-                    kept = kept.flatten()
+                    kept = kept.flatten()[: shape[0] if shape[0] > 0 else None]
                 tensors[f"{layer}{stored}_proj"] = codes
                 tensors[f"{layer}{stored}_proj{suffix}"] = kept.contiguous()
                 tensors[f"{layer}{stored}_proj_activation_scale"] = torch.ones(len(codes))
