@@ -14,41 +14,10 @@ RaymoeWarning
   PerformanceWarning              slower than predicted, or a slow path was taken
 """
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, Self
 
-# What vLLM, transformers and others call it, and what it may be here.
-OTHER_NAMES = {
-    "max_new_tokens": ("max_tokens",), "max_completion_tokens": ("max_tokens",),
-    "min_new_tokens": ("min_tokens",), "max_length": ("max_tokens", "max_model_len"),
-    "stop_strings": ("stop",), "eos_token_id": ("stop_token_ids",), "typical_p": ("top_p",),
-    "num_return_sequences": ("n",), "best_of": ("n",), "top_logprobs": ("logprobs",),
-    "guided_json": ("structured_outputs",), "guided_decoding": ("structured_outputs",),
-    "guided_regex": ("structured_outputs",), "guided_choice": ("structured_outputs",),
-    "guided_grammar": ("structured_outputs",), "response_format": ("structured_outputs",),
-    "torch_dtype": ("dtype",), "kv_cache_dtype": ("kv_dtype",), "tp": ("tensor_parallel_size",),
-    "mamba_ssm_cache_dtype": ("state_dtype",), "ssm_dtype": ("state_dtype",),
-    "tp_size": ("tensor_parallel_size",), "gpu_memory_utilization": ("device_memory_bytes",),
-    "max_seq_len": ("max_model_len",), "max_context_len": ("max_model_len",),
-    "cpu_offload_gb": ("host_memory_bytes",), "swap_space": ("host_memory_bytes",),
-    "max_num_seqs": ("policy",), "max_num_batched_tokens": ("policy",),
-    "concurrency": ("num_actors",), "model": ("model_source",), "messages": ("messages_column",),
-    "prompt": ("prompt_column",), "engine_kwargs": ("engine_config",),
-    "continue_on_error": ("should_continue_on_error",), "tools": ("tools_column",),
-}  # fmt: skip
-WITHOUT_COUNTERPART = {
-    "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "num_beams": "there is no beam search; n gives several samples",
-    "use_beam_search": "there is no beam search; n gives several samples",
-    "detokenize": "the text is always made; leave it out",
-    "quantization": "it is read from the model; leave it out",
-    "enable_prefix_caching": "prefixes are always shared; leave it out",
-    "enable_chunked_prefill": "prompts are always computed in chunks; leave it out",
-    "trust_remote_code": "no code of a model is ever run; leave it out",
-    "pipeline_parallel_size": "layers stream to one GPU instead; leave it out",
-    "device_map": "the planner places weights; leave it out",
-}
+from raymoe.suggestions import find_absence, find_meant
 
 
 class RaymoeError(Exception):
@@ -76,7 +45,7 @@ class ConfigError(RaymoeError, ValueError):
 
 
 class UnknownOptionError(ConfigError):
-    """An option that does not exist; suggests the nearest one.
+    """An option that does not exist; says what it is called here, or why it is absent.
 
     Attributes:
         name: What was given.
@@ -87,13 +56,11 @@ class UnknownOptionError(ConfigError):
 
     def __init__(self, name: str, known: Iterable[str], where: str = "option") -> None:
         self.name, self.known, self.where = name, tuple(sorted(known)), where
-        near = difflib.get_close_matches(name, self.known, n=1)
-        other = next((one for one in OTHER_NAMES.get(name, ()) if one in self.known), None)
-        self.suggestion = other or (near[0] if near else None)
+        self.suggestion = find_meant(name, self.known)
         if self.suggestion:
             hint = f"did you mean {self.suggestion!r}?"
         else:
-            hint = WITHOUT_COUNTERPART.get(name) or f"known: {', '.join(self.known)}"
+            hint = find_absence(name) or f"known: {', '.join(self.known)}"
         super().__init__(f"unknown {where} {name!r}; {hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"errors", "units", "_version"}
 MAY_IMPORT = {
     "_native": {"_version"},
-    "errors": set(),
+    "errors": {"suggestions"},
+    "suggestions": set(),
     "units": set(),
     "safe_text": set(),
     "processes": set(),
@@ -55,6 +56,7 @@ MAY_IMPORT["cli"] = EVERYTHING
 
 PURE = {
     "errors",
+    "suggestions",
     "units",
     "safe_text",
     "specs",
