@@ -94,14 +94,20 @@ def find_absence(name: str) -> str | None:
 
 
 def is_typing_error(name: str, known: str) -> bool:
+    """Whether `name` is misspelt, or `known` only goes on."""
+    plain = _plain(name)
+    return is_misspelt(name, known) or (
+        len(plain) >= MIN_PREFIX and _plain(known).startswith(plain)
+    )
+
+
+def is_misspelt(name: str, known: str) -> bool:
     """Whether each word of `name` is that of `known` but for a letter or two.
 
-    Also if words are joined or divided otherwise, or `known` only goes on.
+    Also if words are joined or divided otherwise.
     """
     plain, known_plain = _plain(name), _plain(known)
     if plain == known_plain:
-        return True
-    if len(plain) >= MIN_PREFIX and known_plain.startswith(plain):
         return True
     words, known_words = _words(name), _words(known)
     if len(words) == len(known_words):

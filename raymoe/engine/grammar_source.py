@@ -1,14 +1,15 @@
 """Translates JSON schemas, regexes and grammars to exact equivalents for llguidance."""
 
-import bisect
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from raymoe.errors import ConfigError
+from raymoe.suggestions import is_misspelt
 
 _SPACE = r"\t-\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _MAYBE_SPACE = _SPACE + r"\x1c-\x1f\x85\x{feff}"  # ECMA-262 or Python, but not both
@@ -234,22 +235,45 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ANNOTATIONS = _words(
-    "$schema $id $anchor $comment title description default examples example deprecated readOnly "
-    "writeOnly $defs definitions discriminator"
-)
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_KNOWN = _ANNOTATIONS | _words(
+_ASSERTIONS = _words(
     "type enum const $ref anyOf oneOf allOf properties patternProperties additionalProperties "
     "required minProperties maxProperties items prefixItems additionalItems minItems maxItems "
     "pattern minLength maxLength format multipleOf minimum maximum exclusiveMinimum "
     "exclusiveMaximum"
 )
+_COMPILED = _ASSERTIONS | _words("$schema $anchor $defs definitions")
+# Every other keyword is an annotation, which constrains nothing.
+_UNSUPPORTED = _words(
+    "not if contains uniqueItems propertyNames dependentRequired dependentSchemas dependencies "
+    "unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef extends disallow divisibleBy "
+    "x-guidance"
+)
+_DRAFT = re.compile(r"https?://json-schema\.org/(draft/20(?:19-09|20-12)|draft-0[467])/schema#?")
 _SCHEMA = _words("items additionalProperties additionalItems")
 _LIST = _words("anyOf oneOf allOf prefixItems items")
 _MAPPING = _words("properties patternProperties $defs definitions")
-_JOINING = _words("anyOf oneOf allOf $ref")
-_FORMATS = _words("date time date-time duration email hostname ipv4 ipv6 uri uuid")
+_FORMATS = _words("duration email hostname ipv4 ipv6 uri uuid")
+_SAME_FORMAT = {"idn-email": "email", "iri": "uri"}  # those of ASCII
+_DAYS_28, _DAYS_30, _DAYS_31 = "0[1-9]|1[0-9]|2[0-8]", "29|30", "31"
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python's begin with 1
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-(?:{_DAYS_28})|(?:0[13-9]|1[0-2])-(?:{_DAYS_30})|"
+    f"(?:0[13578]|1[02])-{_DAYS_31})|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+# llguidance has second 60, which only some days have, and February 29 of each year.
+_TIME = (
+    "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?"
+    "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+}
+MAX_HOSTNAME = 253
+MAX_UNKNOWN = 256  # keywords of other tools; comparing more takes long
 
 
 @lru_cache(64)
@@ -274,25 +298,26 @@ def exact_schema(text: str) -> str:
             schemas.append((where, schema))
             pending += [(place, part, depth + 1) for place, part in _parts(where, schema)]
     places = {where for where, _ in schemas}
+    anchors = {f"#{schema.get('$anchor')}" for _, schema in schemas}
     for where, schema in schemas:
         _check(where, schema)
-        _check_reference(where, schema, places)
-    _check_ranges(schemas)
+        _check_reference(where, schema, places | anchors)
+    _check_names(schemas)
+    _check_spelling(schemas)
     for where, schema in schemas:
+        _drop_annotations(where, schema)
         _rewrite_regexes(where, schema)
+        _rewrite_format(schema)
+        _close_bounds(schema)
     return json.dumps(root, ensure_ascii=False)
 
 
 def _check(where: str, schema: Schema) -> None:
     for name, value in schema.items():
-        if name not in _KNOWN and not (name == "uniqueItems" and value is False):
+        if name in _UNSUPPORTED and _has_effect(name, value, schema):
             raise _json_schema_refused(where, f"{name!r:.60}", "leave it out and check the answers")
-    schema.pop("uniqueItems", None)
-    form = schema.get("format")
-    if form is not None and (not isinstance(form, str) or form not in _FORMATS):
-        raise _json_schema_refused(
-            where, f"format {form!r:.60}", f"known are {', '.join(sorted(_FORMATS))}"
-        )
+    if not isinstance(schema.get("format", ""), str):
+        raise _json_schema_refused(where, f"format {schema['format']!r:.60}", "it takes text")
     if "additionalItems" in schema and not isinstance(schema.get("items"), list):
         raise _json_schema_refused(
             where, "'additionalItems' without a list of items", "use prefixItems"
@@ -304,16 +329,55 @@ def _check(where: str, schema: Schema) -> None:
         _check_numbers(where, name, schema.get(name))
 
 
+def _has_effect(name: str, value: object, schema: Schema) -> bool:
+    if name == "if":
+        return "then" in schema or "else" in schema
+    if name == "uniqueItems":
+        return value is not False
+    if name == "propertyNames" and isinstance(value, dict):
+        rest = value.keys() & (_ASSERTIONS | _UNSUPPORTED)
+        return not rest <= {"type"} or value.get("type", "string") != "string"
+    if name == "propertyNames" or name.startswith("unevaluated"):
+        return value is not True and value != {}
+    return not (name.startswith("depend") and value == {})
+
+
+def _check_spelling(schemas: list[tuple[str, Schema]]) -> None:
+    unknown = {
+        name: where
+        for where, schema in reversed(schemas)
+        for name in schema.keys() - _COMPILED - _UNSUPPORTED
+    }
+    for name, where in itertools.islice(unknown.items(), MAX_UNKNOWN):
+        for known in sorted(_ASSERTIONS):
+            if is_misspelt(name, known):
+                raise _json_schema_refused(where, f"{name!r:.60}", f"did you mean {known!r}?")
+
+
 def _check_reference(where: str, schema: Schema, places: set[str]) -> None:
     if "$ref" in schema:
         reference = schema["$ref"]
-        is_text = isinstance(reference, str)
-        is_anchor = is_text and re.fullmatch(r"#[A-Za-z_][\w.-]*", reference)
-        if not is_text or not (is_anchor or unquote(reference) in places):
+        if not isinstance(reference, str) or unquote(reference) not in places:
             advice = "it must lead to a schema inside this one, as #/$defs/... does"
             raise _json_schema_refused(where, f"$ref {reference!r:.60}", advice)
-    if where != "#" and "$id" in schema:
-        raise _json_schema_refused(where, "'$id'", "an inner schema cannot have its own names")
+
+
+def _check_names(schemas: list[tuple[str, Schema]]) -> None:
+    """Refuse references below an inner `$id`: they begin there instead of at the root."""
+    named = [where for where, schema in schemas if "$id" in schema and where != "#"]
+    for place, schema in schemas if named else ():
+        for where in named if "$ref" in schema else ():
+            if place == where or place.startswith(f"{where}/"):
+                raise _json_schema_refused(where, "'$id' above a $ref", "leave the $id out")
+
+
+def _drop_annotations(where: str, schema: Schema) -> None:
+    for name in schema.keys() - _COMPILED:
+        del schema[name]
+    draft = _DRAFT.fullmatch(str(schema.pop("$schema", "")))
+    if where == "#" and draft:
+        scheme = "https" if draft[1].startswith("draft/") else "http"
+        schema["$schema"] = f"{scheme}://json-schema.org/{draft[1]}/schema"
 
 
 def _check_object(where: str, schema: Schema) -> None:
@@ -334,7 +398,7 @@ def _check_object(where: str, schema: Schema) -> None:
 
 def _check_bound(where: str, name: str, bound: object) -> None:
     if isinstance(bound, bool) or not isinstance(bound, (int, float)):
-        return  # llguidance names a wrong type
+        return  # llguidance names it
     text = repr(abs(bound)).removesuffix(".0")
     num_digits = len(text.replace(".", "").lstrip("0"))
     is_long = isinstance(bound, float) and ("e" in text or num_digits > MAX_DIGITS)
@@ -357,43 +421,43 @@ def _check_numbers(where: str, name: str, value: object) -> None:
             )
 
 
-def _check_ranges(schemas: list[tuple[str, Schema]]) -> None:
-    """Refuse a range of less than 1 with an exclusive bound: llguidance may accept the bound.
+def _close_bounds(schema: Schema) -> None:
+    """Replace bounds that are whole and exclusive, which llguidance accepts in narrow ranges.
 
-    If schemas may be joined, bounds of different ones may form a range.
+    The inclusive bounds are the next numbers of `MAX_DIGITS`, so nothing else is lost.
     """
-    numbers = [(where, schema) for where, schema in schemas if schema.get("type") != "integer"]
-    is_joined = any(_JOINING & schema.keys() for _, schema in schemas)
-    for group in [numbers] if is_joined else [[one] for one in numbers]:
-        highs = {
-            is_open: sorted(
-                (high, where)
-                for high, is_open_too, where in _bounds(group, _UPPER)
-                if is_open_too or not is_open
-            )
-            for is_open in (False, True)
-        }
-        for low, is_open, where in _bounds(group, _LOWER):
-            others = highs[not is_open]  # one of both bounds is exclusive
-            index = bisect.bisect(others, low, key=lambda entry: entry[0])
-            if index < len(others) and others[index][0] < low + 1:
-                what = f"a range of numbers from {low} to {others[index][0]} without one of them"
-                raise _json_schema_refused(where, what, "use minimum and maximum")
+    for (bound, exclusive), sign, closest in ((_LOWER, 1, max), (_UPPER, -1, min)):
+        value = schema.get(exclusive)
+        if value is True:  # as in draft 4
+            value = schema.get(bound)
+        if not _is_number(value) or sign * value < 0 or value != int(value):
+            continue
+        num_digits = len(str(abs(int(value))))
+        inner = value + sign * round(0.1 ** max(0, MAX_DIGITS - 1 - num_digits), MAX_DIGITS)
+        other = schema.get(bound, inner)
+        if _is_number(other):  # llguidance names what else it is
+            schema[bound] = closest(inner, other)
+            del schema[exclusive]
 
 
-def _bounds(
-    group: list[tuple[str, Schema]], names: tuple[str, str]
-) -> Iterator[tuple[float, bool, str]]:
-    for where, schema in group:
-        for name in names:
-            value = schema.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                is_open = name.startswith("exclusive") or schema.get(_exclusive(name)) is True
-                yield value, is_open, where
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _exclusive(name: str) -> str:
-    return "exclusive" + name[0].upper() + name[1:]
+def _rewrite_format(schema: Schema) -> None:
+    form = schema.pop("format", None)
+    form = _SAME_FORMAT.get(form, form)
+    if form in _FORMATS:
+        schema["format"] = form
+    if form == "hostname":
+        given = schema.get("maxLength", MAX_HOSTNAME)
+        schema["maxLength"] = min(MAX_HOSTNAME, given) if _is_number(given) else given
+    if form in _FORMAT_PATTERNS:
+        part: Schema = {"pattern": _FORMAT_PATTERNS[form]}
+        if "pattern" in schema:
+            others = schema.get("allOf", [])
+            part = {"allOf": [*others, part] if _is_list(others) else others}
+        schema |= part
 
 
 def _rewrite_regexes(where: str, schema: Schema) -> None:
@@ -409,7 +473,7 @@ def _rewrite_regexes(where: str, schema: Schema) -> None:
         schema["patternProperties"] = rewritten
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 

@@ -4,10 +4,14 @@
 generation could write it, byte by byte. Properties are put in the order of the schema first.
 """
 
+import datetime
 import json
+import random
+from fractions import Fraction
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
@@ -20,9 +24,7 @@ from tests.unit.engine.fakes import EOS, VOCAB_SIZE
 SUITE = json.loads((Path(__file__).parents[2] / "data/json_schema_suite.json").read_text())
 GROUPS = SUITE["groups"]
 REFUSED_WHOLE = {
-    "contains", "dependentRequired", "dependentSchemas", "dynamicRef", "if-then-else",
-    "maxContains", "minContains", "not", "propertyNames", "refRemote", "unevaluatedItems",
-    "unevaluatedProperties", "defs",
+    "contains", "dependentRequired", "dependentSchemas", "dynamicRef", "not", "refRemote", "defs",
 }  # fmt: skip
 # What only such texts hold is never generated: other names first, 1.0 for 1, escapes of strings.
 NOT_GENERATED = 24
@@ -132,3 +134,144 @@ def test_compact_json_has_no_space(vocabulary):
     matcher = LLMatcher(vocabulary, text, log_level=0)
     assert accepts(matcher, '{"a":[1,2]}')
     assert not accepts(matcher, '{"a": 1}')
+
+
+def draw(matcher, rng):
+    """A text of the grammar, random byte by byte."""
+    matcher, text = matcher.deep_copy(), bytearray()
+    mask = np.zeros(matcher_words(), np.int32)
+    while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.2)):
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:256])
+        text.append(rng.choice(allowed.tolist()))
+        assert matcher.try_consume_tokens([text[-1]]) == 1
+    return bytes(text).decode()
+
+
+def matcher_words():
+    return -(-VOCAB_SIZE // 32)
+
+
+def conforms(text, name):
+    """What jsonschema's checker says; without its optional packages, Python of times."""
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    if name in ("time", "date-time"):
+        text = text.upper().replace("Z", "+00:00")
+        try:
+            datetime.datetime.fromisoformat(f"1970-01-01T{text}" if name == "time" else text)
+        except ValueError:
+            return False
+    return checker.conforms(text, name)
+
+
+FORMATS = (
+    "date", "time", "date-time", "duration", "email", "idn-email", "hostname", "ipv4", "ipv6",
+    "iri", "uri", "uuid",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.slow)])
+def test_texts_of_a_format_are_valid(name, count, matcher_of):
+    rng = random.Random(count)
+    schema = {"type": "string", "format": name}
+    for more in ({}, {"pattern": "[0-9a-f:]", "maxLength": 40, "minLength": 7}):
+        if name in ("duration", "uri", "iri") and more:
+            continue  # random texts are long
+        matcher = matcher_of(schema | more)
+        for _ in range(count):
+            text = json.loads(draw(matcher, rng))
+            assert conforms(text, name), text
+            jsonschema.validate(text, schema | more)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_valid"),
+    [
+        ("time", "23:59:59Z", True),
+        ("time", "23:59:60Z", False),
+        ("time", "23:59:59.25+05:30", True),
+        ("date-time", "2016-12-31T23:59:60Z", False),
+        ("date-time", "2024-02-29t00:00:00z", True),
+        ("date", "2023-02-29", False),
+        ("date", "1900-02-29", False),
+        ("date", "2000-02-29", True),
+        ("date", "0000-01-01", False),
+        ("date", "2023-04-31", False),
+        ("date", "2023-12-31", True),
+        ("hostname", ".".join(["a" * 60] * 5), False),
+        ("uuid4", "any text", True),  # an annotation
+    ],
+)
+def test_dates_and_times_are_those_of_the_calendar(name, text, is_valid, matcher_of):
+    schema = {"type": "string", "format": name}
+    assert accepts(matcher_of(schema), json.dumps(text)) == is_valid
+    assert accepts(matcher_of(schema | {"pattern": "."}), json.dumps(text)) == is_valid
+
+
+def is_within(value, schema):
+    bounds = [
+        (schema.get("minimum"), "__ge__"), (schema.get("maximum"), "__le__"),
+        (schema.get("exclusiveMinimum"), "__gt__"), (schema.get("exclusiveMaximum"), "__lt__"),
+    ]  # fmt: skip
+    return all(b is None or getattr(value, how)(Fraction(str(b))) for b, how in bounds)
+
+
+def texts_near(bounds):
+    """Numbers at and around bounds, with some digits too many."""
+    steps = (0, "0.1", "0.001", "0.000001", "0.5", 1)
+    values = {
+        Fraction(str(b)) + sign * Fraction(s) for b in bounds for s in steps for sign in (1, -1)
+    }
+    texts = {"-0", "0.0", "-0.0"}
+    for value in values:
+        for places in (0, 1, 3, 6):
+            digits = abs(value) * 10**places
+            if digits.denominator == 1:
+                text = str(digits.numerator).rjust(places + 1, "0")
+                text = f"{text[:-places]}.{text[-places:]}" if places else text
+                texts.add(f"-{text}" if value < 0 else text)
+    return texts
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_numbers_stay_within_their_bounds(count, matcher_of):
+    rng = random.Random(count)
+    for _ in range(count):
+        low = rng.choice(
+            (0, 0, 1, -1, 5, 10, 99, -1000, 0.5, -0.6, 1.5, rng.randrange(-99, 99) / 8)
+        )
+        high = low + rng.choice((0.001, 0.5, 0.999, 1, 1.001, 2, 100))
+        names = (
+            rng.choice(("minimum", "exclusiveMinimum")),
+            rng.choice(("maximum", "exclusiveMaximum")),
+        )
+        bounds = dict(zip(names, (low, round(high, 4)), strict=True))
+        parts = [{name: bound} for name, bound in bounds.items()]
+        for schema in (
+            {"type": "number"} | bounds,
+            {"type": "number", "allOf": parts},
+            {"$ref": "#/$defs/a", "type": "number", "$defs": {"a": parts[0]}} | parts[1],
+        ):
+            matcher = matcher_of(schema)
+            for text in texts_near(bounds.values()):
+                if accepts(matcher, text):
+                    assert is_within(Fraction(text), bounds), (schema, text)
+
+
+def test_bounds_of_one_field_do_not_meet_those_of_another(matcher_of):
+    price = {"type": "number", "exclusiveMinimum": 0}
+    share = {"type": "number", "minimum": 0, "maximum": 0.5}
+    note = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    schema = {"properties": {"price": price, "share": share, "note": note}, "type": "object",
+              "additionalProperties": False}  # fmt: skip
+    matcher = matcher_of(schema)
+    assert accepts(matcher, '{"price":19.5,"share":0,"note":null}')
+    assert not accepts(matcher, '{"price":0,"share":0,"note":null}')
+    assert not accepts(matcher, '{"price":1,"share":0.51,"note":null}')
+    integer = matcher_of({"type": ["integer", "null"], "exclusiveMinimum": 0, "maximum": 3})
+    assert [accepts(integer, str(n)) for n in range(5)] == [False, True, True, True, False]
+    cents = matcher_of({"type": "number", "exclusiveMinimum": 0, "multipleOf": 0.01})
+    assert [accepts(cents, text) for text in ("0", "0.01", "0.005", "12.5")] == [0, 1, 0, 1]
+    draft_4 = matcher_of({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5})
+    assert [accepts(draft_4, text) for text in ("0", "0.0", "0.2")] == [False, False, True]
