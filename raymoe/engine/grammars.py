@@ -31,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe.engine.grammar_errors import in_our_words
 from raymoe.engine.grammar_source import exact_regex, exact_schema, lark_of_grammar, regex_of_choice
 from raymoe.engine.outputs import Int32s
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError, WorkerProcessError
@@ -573,7 +574,9 @@ class TokenBitmasks:
 
 
 def _refusal(outputs: StructuredOutputs, problem: str) -> ConfigError:
-    return ConfigError(f"structured_outputs has a {outputs.kind} that {problem}")
+    return ConfigError(
+        f"structured_outputs has a {outputs.kind} that {in_our_words(outputs, problem)}"
+    )
 
 
 def _left_s(deadline_s: float | None) -> float | None:
