@@ -76,7 +76,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Maximum number of tokens to generate per sequence.
-        min_tokens: EOS and stop tokens are masked before this many tokens.
+        min_tokens: Before this many tokens, EOS and stop tokens are masked and stop strings end
+            nothing.
         temperature: 0 is greedy.
         top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
         top_k: Keep this many tokens; 0 or -1 keeps all.
@@ -87,7 +88,8 @@ class SamplingParams:
         frequency_penalty: Subtracted for each time a token was generated.
         no_repeat_ngram_size: No sequence of this many tokens, of prompt or output, occurs twice, as
             in transformers; 0 is off.
-        stop: Strings that end a row; the text is cut before them.
+        stop: Strings that end a row; the text is cut before them. One that is a special token,
+            which no text has, ends the row as an entry of `stop_token_ids` does.
         stop_token_ids: Tokens that end a row, in addition to the model's EOS tokens.
         ignore_eos: Continue after EOS.
         seed: Seed of this row; None takes the engine's.

@@ -34,7 +34,7 @@ from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
-from raymoe.engine.tokenizer import Chat, check_template_kwargs
+from raymoe.engine.tokenizer import UNFINISHED, Chat, check_template_kwargs, find_stop
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 from raymoe.specs.files import local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
@@ -394,8 +394,8 @@ def split_generation(
     samples = (generation, *generation.others)
     texts: Sequence[str | Exception] = [sample.text for sample in samples]
     if parser.needs_special_tokens:
-        stops = request.sampling_params.stop_strings
-        texts = [_text_with_marks(sample, stops, decode) for sample in samples]
+        params = request.sampling_params
+        texts = [_text_with_marks(sample, params, decode) for sample in samples]
     done = []
     for sample, text in zip(samples, texts, strict=True):
         if isinstance(text, Exception):
@@ -413,15 +413,17 @@ def split_generation(
     return dataclasses.replace(done[0], others=tuple(done[1:]))
 
 
-def _text_with_marks(sample: Generation, stops: Sequence[str], decode: Decode) -> str | Exception:
+def _text_with_marks(sample: Generation, params: SamplingParams, decode: Decode) -> str | Exception:
     """Decode with the special tokens that mark parts, cut as the engine cuts texts."""
     has_ended = sample.finish_reason == "stop"
-    whole, cut = decode([sample.token_ids, sample.token_ids[: -1 if has_ended else None]])
-    places = [] if isinstance(whole, Exception) else [*map(whole.find, stops)]
-    places = [place for place in places if place >= 0]
-    if isinstance(whole, Exception) or not places:
+    tokens = sample.token_ids
+    whole, cut, first = decode(
+        [tokens, tokens[: -1 if has_ended else None], tokens[: params.min_tokens]]
+    )
+    if isinstance(whole, Exception) or isinstance(first, Exception):
         return cut
-    return whole[: min(places)]
+    place = find_stop(whole, params.stop_strings, len(first.rstrip(UNFINISHED)))
+    return cut if place is None else whole[:place]
 
 
 def _status_beside(journal_dir: str | Path) -> Path | None:

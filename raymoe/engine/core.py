@@ -290,7 +290,7 @@ class EngineCore:
         slot, params = sample.slot, sample.request.params
         self._sampler.admit(sample)
         if params.stop_strings and sample.stop_strings is None:
-            sample.stop_strings = StopStrings(params.stop_strings)
+            sample.stop_strings = StopStrings(params.stop_strings, params.min_tokens)
         if params.logprobs is not None and sample.logprobs is None:
             sample.logprobs = []
         leads_others = sample.index == 0 and params.n > 1

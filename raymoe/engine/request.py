@@ -132,6 +132,7 @@ class Sample:
 
 DEFAULT_PARAMS = SamplingParams()
 PROMPT_END_CHARACTERS = 32  # enough for a marker of reasoning
+MIN_SPECIAL_CHARACTERS = 3  # shorter ones may be ordinary parts of stop strings
 MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
 
 
@@ -272,8 +273,8 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise ConfigError(f"sampling_params is a {kind}; it takes SamplingParams or a mapping")
-        if params.stop_strings and not self._tokenizer.is_present:
-            raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
+        if params.stop_strings:
+            params = self._with_stop_tokens(params)
         if params.form is not None:
             self._check_form(params.form)
         for name in ("logit_bias", "stop_token_ids"):
@@ -284,6 +285,23 @@ class InputProcessor:
                         f"0 to {self._vocab_size - 1}"
                     )
         return params
+
+    def _with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Let stop strings that are special tokens, which no text has, end rows as tokens."""
+        if not self._tokenizer.is_present:
+            raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
+        special = self._tokenizer.special_token_ids()
+        for stop in params.stop_strings:
+            for text, token in special.items():
+                if len(text) >= MIN_SPECIAL_CHARACTERS and text in stop and text != stop:
+                    raise ConfigError(
+                        f"stop has {stop!r:.60} with the special token {text!r:.40}, which is not "
+                        f"in the text; give it alone, or stop_token_ids [{token}]"
+                    )
+        ids = [special[stop] for stop in params.stop_strings if stop in special]
+        known = [*(params.stop_token_ids or ())]
+        added = [token for token in ids if token not in known]
+        return dataclasses.replace(params, stop_token_ids=[*known, *added]) if added else params
 
     def _check_form(self, form: StructuredOutputs) -> None:
         check_present()

@@ -37,10 +37,14 @@ class StopStrings:
     Text is decoded in a window that begins at a token border before the last new text: enough for
     characters of several tokens and for decoders that treat a first token differently, and the cost
     does not grow with the text. The caller decodes, so that rows of a step are decoded together.
+
+    Args:
+        min_tokens: A stop string counts if it ends after the text of so many tokens, as in vLLM.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
+    def __init__(self, stop: Sequence[str], min_tokens: int = 0) -> None:
+        self._stop, self._min_tokens = stop, min_tokens
+        self._first_end = 0  # characters of the text of these tokens
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
         self._window = 0  # first token of the window
@@ -58,10 +62,13 @@ class StopStrings:
         visible = fresh.rstrip(UNFINISHED)
         if not visible:
             return None
-        begin = max(0, len(self._text) - self._overlap)
-        found = self._find(begin, visible)
-        if found is not None:
-            return found
+        if len(self._tokens) <= self._min_tokens:
+            self._first_end = len(self._text) + len(visible)
+        else:
+            begin = max(0, len(self._text) - self._overlap)
+            found = self._find(begin, visible)
+            if found is not None:
+                return found
         if visible == fresh:
             self._text += fresh
             self._window, self._synchronized = self._synchronized, len(self._tokens)
@@ -69,8 +76,14 @@ class StopStrings:
 
     def _find(self, begin: int, visible: str) -> str | None:
         text = self._text[begin:] + visible
-        places = [place for place in map(text.find, self._stop) if place >= 0]
-        return self._text[:begin] + text[: min(places)] if places else None
+        place = find_stop(text, self._stop, self._first_end - begin)
+        return None if place is None else self._text[:begin] + text[:place]
+
+
+def find_stop(text: str, stop: Sequence[str], first_end: int = 0) -> int | None:
+    """Return where the first stop string begins that ends after character `first_end`."""
+    places = [text.find(one, max(0, first_end - len(one) + 1)) for one in stop]
+    return min((place for place in places if place >= 0), default=None)
 
 
 CHAT_WORKER = Path(__file__).parent / "workers" / "chat_worker.py"
@@ -362,6 +375,12 @@ class Tokenizer:
             if facts["chat_template"]:
                 self._chat = ChatTemplate(facts["chat_template"], facts["special_tokens"])
             self._facts = facts
+
+    def special_token_ids(self) -> Mapping[str, int]:
+        """Ids of the special tokens, which texts are decoded without, by their text."""
+        self.load()
+        ids: Mapping[str, int] = (self._facts or {}).get("special_token_ids", {})
+        return ids
 
     def read(self, prompt: object, room: Room) -> Text | Int32s:
         """Return a prompt as token ids, or as the text to encode; chats are rendered.

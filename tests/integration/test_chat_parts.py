@@ -56,7 +56,11 @@ def test_columns_are_the_same_from_the_journal_and_off_by_choice(model, tmp_path
 
 def test_marks_that_are_special_tokens_are_decoded_and_cut():
     parser = ChatParser(reasoning="mistral", tool_calls="mistral")
-    texts = {(1, 2, 3): "[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{}", (1, 2, 3, 4): "late</s>"}
+    texts = {
+        (): "",
+        (1, 2, 3): "[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{}",
+        (1, 2, 3, 4): "late</s>",
+    }
     generation = Generation(text="abf{}", token_ids=(1, 2, 3, 4), prompt_end="[/INST]")
     request = RowReader(defaults=SamplingParams()).read(
         pa.table({"messages": [json.dumps(MESSAGES)]})
@@ -69,3 +73,20 @@ def test_marks_that_are_special_tokens_are_decoded_and_cut():
     )
     assert (done.reasoning, done.text) == ("a", "b")
     assert [(call.name, call.arguments) for call in done.tool_calls] == [("f", "{}")]
+
+
+def test_marked_text_is_cut_at_the_stop_string_that_ended_the_row():
+    parser = ChatParser(reasoning="mistral")
+    texts = {
+        (): "",
+        (1,): "[THINK]a;",
+        (1, 2): "[THINK]a;[/THINK]b",
+        (1, 2, 3): "[THINK]a;[/THINK]b;c",
+    }
+    generation = Generation(text="", token_ids=(1, 2, 3), prompt_end="[/INST]")
+    reader = RowReader(defaults=SamplingParams(max_tokens=9, min_tokens=1, stop=";"))
+    (request,) = reader.read(pa.table({"messages": [json.dumps(MESSAGES)]}))
+    done = split_generation(
+        parser, request, generation, lambda each: [texts[tuple(one)] for one in each]
+    )
+    assert (done.reasoning, done.text) == ("a;", "b")

@@ -134,11 +134,21 @@ class Codec:
 
     def facts(self) -> Frame:
         source = getattr(self._tokenizer, "chat_template", None)  # one, or several by name
-        facts = {"chat_template": source, "special_tokens": self._tokenizer.special_tokens_map}
+        facts = {
+            "chat_template": source,
+            "special_tokens": self._tokenizer.special_tokens_map,
+            "special_token_ids": self._special_token_ids(),
+        }
         if self._backend is None:
             return facts | {"longest_token_bytes": None, "joint": None}, b""
         facts |= {"longest_token_bytes": longest_token_bytes(self._backend), **self._find_joint()}
         return facts, self._backend.to_str().encode()
+
+    def _special_token_ids(self) -> dict[str, int]:
+        tokenizer = self._tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        return {token.content: index for index, token in added if token.special} | dict(named)
 
     def _encode_each(
         self, texts: Sequence[str], has_special: bool

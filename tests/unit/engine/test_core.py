@@ -79,6 +79,26 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens(make_eng
     assert (generation.finish_reason, generation.num_generated_tokens) == ("stop", begin + width)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 5])
+def test_a_stop_string_ends_nothing_before_min_tokens(make_engine, min_tokens):
+    generation = one(make_engine(), [1], logit_bias={65: CERTAIN}, stop="A", min_tokens=min_tokens)
+    assert generation.token_ids == (65,) * (min_tokens + 1)
+    assert generation.text == "A" * min_tokens
+    assert generation.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_a_stop_string_that_is_a_special_token_ends_the_row_as_one(make_engine, min_tokens):
+    engine = make_engine()
+    biases = {BOS: CERTAIN, 65: CERTAIN / 2}
+    generation = one(engine, [1], logit_bias=biases, stop=["x", "<s>"], min_tokens=min_tokens)
+    assert generation.token_ids == (65,) * min_tokens + (BOS,)
+    assert (generation.text, generation.finish_reason) == ("A" * min_tokens, "stop")
+    row = engine.generate(["x"], {"stop": "<s>\n"})[0]
+    assert row.error.endswith("'<s>', which is not in the text; give it alone, or stop_token_ids "
+                              f"[{BOS}]")  # fmt: skip
+
+
 def test_without_its_stop_string_a_row_ends_by_length(make_engine):
     generation = one(make_engine(), [1], stop="never seen")
     assert (generation.finish_reason, generation.num_generated_tokens) == ("length", 8)
