@@ -47,7 +47,14 @@ MAY_IMPORT["data"] = BASE | {
 }
 MAY_IMPORT["status_view"] = {"units", "data"}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data", "status_view"}
-MAY_IMPORT["openai"] = BASE | {"safe_text", "processes", "config", "specs", "data"}
+MAY_IMPORT["openai"] = BASE | {
+    "suggestions",
+    "safe_text",
+    "processes",
+    "config",
+    "specs",
+    "data",
+}
 EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}

@@ -16,6 +16,7 @@ import pyarrow as pa
 from raymoe.config import SamplingParams
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.data.rows import TEMPLATE_COLUMN, RowError, content_digest, parse_json, shown
+from raymoe.suggestions import find_absence, find_meant
 
 ID_COLUMN, TOOLS_COLUMN = "custom_id", "tools"
 TEXT_COLUMNS = (ID_COLUMN, "method", "url")
@@ -28,16 +29,30 @@ _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams
     "logprobs",
     "prompt_logprobs",
 }
-_WITHOUT_EFFECT = frozenset(("user", "metadata"))  # they concern the billed account
+# They concern the account that is billed, caches and the order of requests, not the answer.
+_WITHOUT_EFFECT = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+     "prompt_cache_retention", "prompt_cache_options", "prediction", "stream_options", "priority",
+     "request_id", "cache_salt")
+)  # fmt: skip
+# Values that ask for what is done anyway; the first is the default. Names are OpenAI's and vLLM's.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "store": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "parallel_tool_calls": (True,),
+    "best_of": (1,),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "tool_choice": ("auto",),
+    "verbosity": ("medium",),
+    "function_call": ("none", "auto"),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "include_reasoning": (True,),
 }
 
 
@@ -98,13 +113,26 @@ def _pop_prompt(body: dict[str, Any], *, is_chat: bool) -> dict[str, str | None]
         messages, tools = body.pop("messages", None), body.pop("tools", None)
         if not isinstance(messages, list):
             raise _refused("body", f"has messages {shown(messages)}; it takes a list")
-        return {"messages": json.dumps(messages), "tools": tools and json.dumps(tools)}
+        tools = _usable_tools(body, tools)
+        return {"messages": json.dumps(messages), "tools": json.dumps(tools) if tools else None}
     prompt = body.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise _refused("body", f"has prompt {shown(prompt)}; it takes one text")
     return {"prompt": prompt}
+
+
+def _usable_tools(body: dict[str, Any], tools: Any) -> Any:
+    """Return the tools that the model may call, and take the fields about them."""
+    choice = body.pop("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise _refused("body", f"has tool_choice {shown(choice)}; it takes 'auto' or 'none'")
+    tools = None if choice == "none" else tools
+    is_parallel = body.pop("parallel_tool_calls", True)
+    if is_parallel is not True and (tools or is_parallel is not False):
+        raise _refused("body", f"has parallel_tool_calls {shown(is_parallel)}; it takes True")
+    return tools
 
 
 def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
@@ -122,14 +150,25 @@ def _read_params(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     params |= (_chat_logprobs if is_chat else _completion_logprobs)(body)
     params |= _form(body.pop("response_format", {"type": "text"}))
     if body:
-        raise _refused("body", f"has {', '.join(map(shown, sorted(body)))}, not supported here")
+        names = ", ".join(map(shown, sorted(body)))
+        raise _refused("body", f"has {names}, not supported here{_explanation(body)}")
     return params
+
+
+def _explanation(names: Mapping[str, Any]) -> str:
+    """Say what the only unknown field is called here, or why it is absent."""
+    if len(names) != 1:
+        return ""
+    (name,) = names
+    meant = find_meant(name, _SAME_NAME | _ONLY.keys() | {"max_completion_tokens"})
+    why = f"did you mean {meant!r}?" if meant else find_absence(name)
+    return f"; {why}" if why else ""
 
 
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     is_wanted, count = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if is_wanted is not True:
-        if is_wanted is not False or count is not None:
+        if is_wanted is not False or count:
             raise _refused("body", "has top_logprobs without 'logprobs': true")
         return {}
     return {"logprobs": count or 0}

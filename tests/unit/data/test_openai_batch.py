@@ -69,6 +69,27 @@ def test_all_parameters_of_a_chat_are_honoured():
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": True, "service_tier": "flex", "safety_identifier": "u", "prompt_cache_key": "k"},
+        {"prompt_cache_retention": "24h", "metadata": {"a": "b"}, "stream_options": None},
+        {"prediction": {"type": "content", "content": "x"}, "verbosity": "medium"},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "none", "function_call": "none"},
+        {"n": 1, "stop": [], "logit_bias": {}, "logprobs": False, "top_logprobs": 0, "seed": None},
+        {"logit_bias": {"5": None}, "stop": None, "modalities": ["text"], "best_of": 1},
+        {"skip_special_tokens": True, "include_stop_str_in_output": False, "length_penalty": 1.0},
+        {"response_format": {"type": "text"}, "reasoning_effort": None, "priority": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_without_effect_here_change_nothing(fields):
+    request = chat(**fields)
+    assert (request.error, request.prompt) == ("", CHAT)
+    assert request.sampling_params == SamplingParams(max_tokens=9, temperature=0.0)
+
+
+@pytest.mark.parametrize(
     ("response_format", "structured_outputs"),
     [
         ({"type": "text"}, None),
@@ -122,7 +143,14 @@ def test_a_bad_line_says_why(fields, message):
         ({"stream": True}, "has stream True; it takes False"),
         ({"tool_choice": "required"}, "has tool_choice 'required'"),
         ({"functions": []}, "has 'functions', not supported here"),
-        ({"verbosity": "low", "audio": {}}, "has 'audio', 'verbosity'"),
+        ({"web_search_options": {}, "audio": {}}, "has 'audio', 'web_search_options', not"),
+        ({"verbosity": "low"}, "has verbosity 'low'; it takes 'medium'"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "has parallel_tool_calls False; it"),
+        ({"tool_choice": {"type": "function"}}, "has tool_choice {'type'"),
+        ({"include_stop_str_in_output": True}, "has include_stop_str_in_output True; it takes"),
+        ({"max_new_tokens": 3}, "has 'max_new_tokens', not supported here; did you mean 'max_t"),
+        ({"temprature": 1}, "has 'temprature', not supported here; did you mean 'temperature'?"),
+        ({"bad_words": ["a"]}, "has 'bad_words', not supported here; it is not implemented"),
         ({"chat_template_kwargs": [1]}, "has chat_template_kwargs [1]; it takes an object"),
         ({"top_logprobs": 3}, "top_logprobs without"),
         ({"response_format": {"type": "xml"}}, "has response_format"),
