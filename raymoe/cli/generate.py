@@ -400,7 +400,7 @@ def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
                 f"--{name.replace('_', '-')} has no meaning for an OpenAI batch; leave it out, or "
                 "add --format table"
             )
-    options |= {"tools_column": TOOLS_COLUMN, "has_choices": True}
+    options |= {"tools_column": TOOLS_COLUMN, "has_choices": True, "has_token_bytes": True}
     return ID_COLUMN
 
 

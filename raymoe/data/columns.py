@@ -1,6 +1,7 @@
 """Conversion of generations to Arrow columns with a fixed schema."""
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ _CHOICE = [
     ("logprobs", _LOGPROBS),
 ]
 REASONING_COLUMN, CALLS_COLUMN = "reasoning_text", "tool_calls"
+BYTES_COLUMN = "token_bytes"
+_BYTES = pa.list_(pa.struct([("token_id", pa.int32()), ("bytes", pa.binary())]))
 _CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
 
 
@@ -54,6 +57,7 @@ class OutputColumns:
         defaults: SamplingParams,
         *,
         has_choices: bool = False,
+        has_token_bytes: bool = False,
         parser: ChatParser = NO_PARSER,
     ) -> "OutputColumns":
         parts = [(REASONING_COLUMN, pa.string())] if parser.reasoning is not None else []
@@ -61,6 +65,8 @@ class OutputColumns:
         fields = [*_FIELDS, *(pa.field(name, kind) for name, kind in parts)]
         if has_choices:
             fields.append(pa.field(CHOICES_COLUMN, pa.list_(pa.struct([*_CHOICE, *parts]))))
+        if has_token_bytes:
+            fields.append(pa.field(BYTES_COLUMN, _BYTES))
         if defaults.n > 1:
             fields.append(pa.field("generated_texts", pa.list_(pa.string())))
         if defaults.logprobs is not None:
@@ -89,6 +95,20 @@ class OutputColumns:
             named = field.with_name(self.prefix + field.name)
             table = table.append_column(named, pa.array(cells, type=field.type))
         return table
+
+
+def logprob_tokens(generation: Generation) -> set[int]:
+    """The tokens of all log probabilities of generated tokens."""
+    entries = [e for sample in (generation, *generation.others) for e in sample.logprobs or ()]
+    best = {token for entry in entries for token, _ in entry.top}
+    return best | {entry.token_id for entry in entries}
+
+
+def with_token_bytes(generation: Generation, token_bytes: Mapping[int, bytes]) -> Generation:
+    """Return the generation with the cell of `BYTES_COLUMN`."""
+    wanted = sorted(logprob_tokens(generation) & token_bytes.keys())
+    cell = [{"token_id": token, "bytes": token_bytes[token]} for token in wanted]
+    return dataclasses.replace(generation, values={BYTES_COLUMN: cell})
 
 
 def _logprob_cells(

@@ -24,7 +24,7 @@ from raymoe.config import (
     as_engine_config,
     as_sampling_params,
 )
-from raymoe.data.columns import NO_PARSER, OutputColumns
+from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
 from raymoe.data.job_rows import Found, JobRows, check_job
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
@@ -34,8 +34,19 @@ from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
-from raymoe.engine.tokenizer import UNFINISHED, Chat, check_template_kwargs, find_stop
-from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
+from raymoe.engine.tokenizer import (
+    UNFINISHED,
+    Chat,
+    DecodeError,
+    check_template_kwargs,
+    find_stop,
+)
+from raymoe.errors import (
+    ConfigError,
+    ExecutionError,
+    UnknownOptionError,
+    WorkerProcessError,
+)
 from raymoe.specs.files import local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
 
@@ -96,6 +107,7 @@ def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> Outp
     columns = OutputColumns.of(
         as_sampling_params(options.get("sampling_params")),
         has_choices=bool(options.get("has_choices")),
+        has_token_bytes=bool(options.get("has_token_bytes")),
         parser=chat_parser(model_source, options),
     )
     return dataclasses.replace(columns, prefix=prefix)
@@ -135,6 +147,8 @@ class MoEGenerator:
         error_column: Rows with text in this column become error rows with that text.
         has_choices: Adds a column with all samples of a row, their finish reasons and log
             probabilities; rows may then ask for ``n`` and ``logprobs`` themselves.
+        has_token_bytes: Adds a column ``token_bytes`` with the bytes of text that each token among
+            a row's log probabilities stands for.
         reasoning_parser: Splits reasoning from the answers of rows with messages, into a column
             ``reasoning_text``. "auto" finds the parser from the chat template and adds the column
             if the template marks reasoning; "none" leaves reasoning in ``generated_text``.
@@ -189,6 +203,7 @@ class MoEGenerator:
         tool_call_parser: str = "auto",
         error_column: str | None = None,
         has_choices: bool = False,
+        has_token_bytes: bool = False,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
         should_continue_on_error: bool = True,
         seed: int | None = None,
@@ -202,8 +217,7 @@ class MoEGenerator:
         task_options: Mapping[str, Any] | None = None,
         column_prefix: str = "",
     ) -> None:
-        self._pid = os.getpid()
-        defaults = as_sampling_params(sampling_params)
+        self._pid, defaults = os.getpid(), as_sampling_params(sampling_params)
         template_kwargs = check_template_kwargs(chat_template_kwargs or {})
         reader = RowReader(
             defaults=defaults, prompt_column=prompt_column, messages_column=messages_column,
@@ -224,16 +238,16 @@ class MoEGenerator:
         if journal_dir is not None:
             identity = _identify(model_source)
             model_source = identity.directory  # the engine loads what was identified
-            make_manifest = functools.partial(
-                Manifest.of, identity, defaults, config, template_kwargs, self._task
-            )
+            parts = (identity, defaults, config, template_kwargs, self._task)
+            make_manifest = functools.partial(Manifest.of, *parts)
             open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
-        self._counts = RowCounter()
+        self._counts, self._has_token_bytes = RowCounter(), has_token_bytes
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
-            columns = OutputColumns.of(defaults, has_choices=has_choices, parser=self._parser)
+            has = {"has_choices": has_choices, "has_token_bytes": has_token_bytes}
+            columns = OutputColumns.of(defaults, parser=self._parser, **has)
             self._columns = dataclasses.replace(columns, prefix=column_prefix)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -251,7 +265,10 @@ class MoEGenerator:
         self._has_finished_a_batch = True
         if not self._should_continue_on_error:
             _raise_first_error(generations)
-        return self._columns.append(batch, self._split(self._engine, requests, generations))
+        generations = self._split(self._engine, requests, generations)
+        if self._has_token_bytes and self._task is None:
+            generations = add_token_bytes(generations, self._engine.token_bytes)
+        return self._columns.append(batch, generations)
 
     def close(self) -> None:
         """Stop the engine and free its memory; idempotent.
@@ -411,6 +428,23 @@ def split_generation(
             dataclasses.replace(sample, text=answer, reasoning=thought, tool_calls=calls, others=())
         )
     return dataclasses.replace(done[0], others=tuple(done[1:]))
+
+
+def add_token_bytes(
+    generations: Sequence[Generation], read: Callable[[set[int]], dict[int, bytes]]
+) -> list[Generation]:
+    """Return generations with the bytes of the tokens of their log probabilities."""
+    wanted = {token for generation in generations for token in logprob_tokens(generation)}
+    try:
+        token_bytes = read(wanted) if wanted else {}
+    except (DecodeError, WorkerProcessError) as error:
+        return [
+            Generation.from_error(error, generation.num_input_tokens)
+            if logprob_tokens(generation)
+            else generation
+            for generation in generations
+        ]
+    return [with_token_bytes(generation, token_bytes) for generation in generations]
 
 
 def _text_with_marks(sample: Generation, params: SamplingParams, decode: Decode) -> str | Exception:

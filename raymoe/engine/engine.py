@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
@@ -386,6 +386,10 @@ class Engine:
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
         """Decode token ids with their special tokens; a text, or why there is none."""
         return self._parts.tokenizer.decode_all(sequences, keeps_special=True)
+
+    def token_bytes(self, token_ids: Collection[int]) -> dict[int, bytes]:
+        """Return the bytes of text that tokens stand for, where they are known."""
+        return self._parts.tokenizer.token_bytes(token_ids)
 
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -350,6 +350,7 @@ class Tokenizer:
         self._encoder: WorkerProcess | None = None
         self._decoder: WorkerProcess | None = None
         self._chat: ChatTemplate | None = None
+        self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
         if any((directory / name).exists() for name in TOKENIZER_FILES):
             check_small_files(directory, TEXT_SUFFIXES)
             self._encoder = self._worker(wants_facts=True)
@@ -448,6 +449,34 @@ class Tokenizer:
         for batch in _batches(every, [*map(len, sequences)], MAX_BATCH_TOKENS):
             results += _try_all([sequences[index] for index in batch], decode)
         return results
+
+    def token_bytes(self, token_ids: Collection[int]) -> dict[int, bytes]:
+        """Return the bytes of text that tokens stand for; those that are not known are left out.
+
+        Raises:
+            DecodeError: The tokenizer exceeds its limits.
+            WorkerProcessError: The process was killed from outside.
+        """
+        if not self.is_present:
+            return {}
+        self.load()
+        missing = sorted({*token_ids} - self._bytes.keys())
+        for batch in _batches(missing, [1] * len(missing), MAX_BATCH_TOKENS):
+            self._bytes |= self._read_bytes(batch)
+        found = {token: self._bytes[token] for token in token_ids}
+        return {token: data for token, data in found.items() if data is not None}
+
+    def _read_bytes(self, token_ids: Sequence[int]) -> dict[int, bytes | None]:
+        assert self._decoder is not None
+        cpu_s = REQUEST_LIMIT_S + LIMIT_S_PER_TOKEN * len(token_ids)
+        try:
+            answer, _ = self._decoder.ask(
+                {"wants_bytes": True}, np.asarray(token_ids, np.int32).tobytes(), cpu_s=cpu_s
+            )
+        except ConfigError as error:
+            raise DecodeError(f"the bytes of tokens cannot be read: {error}") from error
+        data = [None if text is None else bytes.fromhex(text) for text in answer["bytes"]]
+        return dict(zip(token_ids, data, strict=True))
 
     def close(self) -> None:
         if self._encoder is not None:

@@ -6,6 +6,7 @@ its line.
 """
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from raymoe.config import SamplingParams
-from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN
+from raymoe.data.columns import BYTES_COLUMN, CHOICES_COLUMN, ERROR_COLUMN
 from raymoe.data.rows import TEMPLATE_COLUMN, RowError, content_digest, parse_json, shown
 from raymoe.suggestions import find_absence, find_meant
 
@@ -24,6 +25,7 @@ BATCH_COLUMNS = (*TEXT_COLUMNS, "body")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTENT_COLUMNS = ("url", "prompt", "messages", TOOLS_COLUMN, "sampling_params", TEMPLATE_COLUMN)
 ROW_COLUMNS = (ID_COLUMN, "model", *CONTENT_COLUMNS)
+TokenBytes = Mapping[int, bytes]
 
 _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "logprobs",
@@ -232,9 +234,10 @@ def request_digest(row: Mapping[str, Any]) -> str:
 def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, Any]:
     is_chat = row["url"] == CHAT
     choices = row[CHOICES_COLUMN]
-    make: Callable[[Mapping[str, Any], str], dict[str, Any]] = (
+    make: Callable[[Mapping[str, Any], str, TokenBytes], dict[str, Any]] = (
         _chat_choice if is_chat else _text_choice
     )
+    texts = {one["token_id"]: one["bytes"] for one in row.get(BYTES_COLUMN) or ()}
     completion_tokens = sum(choice["num_generated_tokens"] for choice in choices)
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
@@ -245,7 +248,7 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
             {
                 "index": index,
                 "finish_reason": choice["finish_reason"],
-                **make(choice, f"{digest}-{index}"),
+                **make(choice, f"{digest}-{index}", texts),
             }
             for index, choice in enumerate(choices)
         ],
@@ -257,7 +260,7 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
     }
 
 
-def _chat_choice(choice: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _chat_choice(choice: Mapping[str, Any], key: str, texts: TokenBytes) -> dict[str, Any]:
     logprobs, calls = choice["logprobs"], choice.get("tool_calls")
     message = {"role": "assistant", "content": choice["text"]}
     if choice.get("reasoning_text") is not None:  # vLLM's name, and its former one
@@ -270,33 +273,46 @@ def _chat_choice(choice: Mapping[str, Any], key: str) -> dict[str, Any]:
         ]
     return {
         "message": message,
-        "logprobs": None if logprobs is None else {"content": [_chat_logprob(o) for o in logprobs]},
+        "logprobs": None
+        if logprobs is None
+        else {"content": [_chat_logprob(one, texts) for one in logprobs]},
         **({"finish_reason": "tool_calls"} if calls else {}),
     }
 
 
-def _chat_logprob(one: Mapping[str, Any]) -> dict[str, Any]:
-    top = [{**_named(entry), "bytes": None} for entry in one["top"]]
-    return {**_named(one), "bytes": None, "top_logprobs": top}
+def _chat_logprob(one: Mapping[str, Any], texts: TokenBytes) -> dict[str, Any]:
+    top = [_named(entry, texts) for entry in one["top"]]
+    return {**_named(one, texts), "top_logprobs": top}
 
 
-def _named(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token": _token(one), "logprob": one["logprob"]}
+def _named(one: Mapping[str, Any], texts: TokenBytes) -> dict[str, Any]:
+    data = texts.get(one["token_id"])
+    return {
+        "token": _token(one, texts),
+        "logprob": one["logprob"],
+        "bytes": None if data is None else [*data],
+    }
 
 
-def _token(one: Mapping[str, Any]) -> str:
-    return f"token_id:{one['token_id']}"
+def _token(one: Mapping[str, Any], texts: TokenBytes) -> str:
+    """Return the text of a token; bytes of an incomplete character as OpenAI writes them."""
+    data = texts.get(one["token_id"])
+    return f"token_id:{one['token_id']}" if data is None else data.decode(errors="backslashreplace")
 
 
-def _text_choice(choice: Mapping[str, Any], _: str) -> dict[str, Any]:
+def _text_choice(choice: Mapping[str, Any], _: str, texts: TokenBytes) -> dict[str, Any]:
     logprobs = choice["logprobs"]
     if logprobs is None:
         return {"text": choice["text"], "logprobs": None}
+    tokens = [_token(one, texts) for one in logprobs]
+    # Of tokens with the same text the best one stays, which is the first.
+    tops = [{_token(o, texts): o["logprob"] for o in reversed(one["top"])} for one in logprobs]
     return {
         "text": choice["text"],
         "logprobs": {
-            "tokens": [_token(one) for one in logprobs],
+            "tokens": tokens,
             "token_logprobs": [one["logprob"] for one in logprobs],
-            "top_logprobs": [{_token(o): o["logprob"] for o in one["top"]} for one in logprobs],
+            "top_logprobs": [dict(reversed(top.items())) for top in tops],
+            "text_offset": [*itertools.accumulate(map(len, tokens), initial=0)][:-1],
         },
     }

@@ -9,16 +9,18 @@ the time, without transformers.
 
 Requests: {"num_bytes", "has_special"} of each text with the texts' UTF-8, answered by {"counts",
 "errors"} and token ids as int32; {"counts"} with token ids, answered by {"texts", "errors"}. Errors
-are by index; such a text has no tokens, or such tokens no text.
+are by index; such a text has no tokens, or such tokens no text. {"wants_bytes"} with token ids is
+answered by {"bytes"}, as hex.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tokenizers
@@ -31,6 +33,8 @@ MAX_ERROR_CHARACTERS = 1000
 # of 2 bytes in NFC. 1 means never; other normalizers have no known bound.
 SHORTENING = {"NFC": 4, "Prepend": 1, "Replace": 1}
 KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "UnicodeScripts"}
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+UNFINISHED = "\ufffd"  # decoders write it for incomplete characters
 # Cuts of long texts would split a token with a letter before a space.
 LETTER_AND_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
 NUM_PROBES = 400
@@ -108,6 +112,8 @@ class Codec:
         return cls(tokenizer.backend_tokenizer if is_plain else None, tokenizer)
 
     def answer(self, message: Message, blob: bytes) -> Frame:
+        if message.get("wants_bytes"):
+            return {"bytes": [self._token_bytes(index) for index in _ids(blob)]}, b""
         if "num_bytes" not in message:
             return self._decode(message, _ids(blob)), b""
         texts = [piece.decode() for piece in _split(blob, message["num_bytes"])]
@@ -143,6 +149,23 @@ class Codec:
             return facts | {"longest_token_bytes": None, "joint": None}, b""
         facts |= {"longest_token_bytes": longest_token_bytes(self._backend), **self._find_joint()}
         return facts, self._backend.to_str().encode()
+
+    def _token_bytes(self, index: int) -> str | None:
+        """Return the bytes of text that a token stands for, as hex; None if they are not known."""
+        backend: Any = self._backend or getattr(self._tokenizer, "backend_tokenizer", None)
+        found = None
+        if backend is not None:
+            token = backend.id_to_token(index)
+            if token is None:
+                return None
+            kinds = {part["type"] for part in _parts(backend.decoder)}
+            is_added = index in backend.get_added_tokens_decoder()
+            found = token_bytes(token, kinds, is_added=is_added)
+        if found is None:
+            with contextlib.suppress(BaseException):  # the library panics for unknown ids
+                text = (self._backend or self._tokenizer).decode([index])
+                found = None if UNFINISHED in text else text.encode()
+        return None if found is None else found.hex()
 
     def _special_token_ids(self) -> dict[str, int]:
         tokenizer = self._tokenizer
@@ -223,6 +246,35 @@ def _probes(pieces: Sequence[str]) -> tuple[list[str], list[str]]:
     return lefts, [choose.choice(letters) + some() for _ in range(NUM_PROBES)]
 
 
+def token_bytes(token: str, decoders: Collection[str], *, is_added: bool) -> bytes | None:
+    """Return what a token stands for; None if only the decoder knows.
+
+    Args:
+        decoders: Their types.
+        is_added: Whether it is written as it is, as special tokens are.
+    """
+    if is_added and not ("ByteFallback" in decoders and BYTE_TOKEN.fullmatch(token)):
+        return token.encode()
+    if "ByteLevel" in decoders and ALPHABET.keys() >= {*token}:
+        return bytes(ALPHABET[character] for character in token)
+    if "ByteFallback" in decoders and (found := BYTE_TOKEN.fullmatch(token)):
+        return bytes.fromhex(found[1])
+    if {"ByteFallback", "Metaspace"}.intersection(decoders):
+        return token.replace("\u2581", " ").encode()
+    return None
+
+
+def _alphabet() -> dict[str, int]:
+    """The bytes of the characters that byte-level tokenizers write for them."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    characters = {chr(byte): byte for byte in visible}
+    return characters | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+ALPHABET = _alphabet()
+
+
 def longest_token_bytes(backend: Any) -> int | None:
     """Return the largest number of text bytes of a token; None if there is no such bound."""
     model, vocabulary = backend.model, backend.get_vocab()
@@ -267,7 +319,7 @@ def _parts(component: Any) -> Iterator[Message]:
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         part = waiting.pop(0)
-        inner = part.get("normalizers", part.get("pretokenizers"))
+        inner = part.get("normalizers", part.get("pretokenizers", part.get("decoders")))
         if inner is None:
             yield part
         else:

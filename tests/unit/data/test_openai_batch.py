@@ -6,10 +6,11 @@ import pyarrow as pa
 import pytest
 
 from raymoe.config import SamplingParams
-from raymoe.data.columns import OutputColumns
+from raymoe.data.columns import OutputColumns, with_token_bytes
+from raymoe.data.generator import add_token_bytes
 from raymoe.data.rows import RowReader
 from raymoe.engine.outputs import Generation, TokenLogprob
-from raymoe.engine.tokenizer import Chat
+from raymoe.engine.tokenizer import Chat, DecodeError
 from raymoe.openai.batch import read_requests, read_response, write_responses
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -196,6 +197,52 @@ def test_a_response_has_all_samples_and_counts_their_tokens():
     assert (token["token"], token["logprob"]) == ("token_id:5", -0.5)
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:5", "token_id:6"]
     assert (two["index"], two["logprobs"]) == (1, None)
+
+
+BYTES = {1: b"a", 2: " é".encode(), 3: b" \xf0\x9f", 4: b"\x99\x82", 5: b"a"}
+ENTRIES = (
+    TokenLogprob(1, -0.5, ((1, -0.5), (5, -1.5), (6, -2.5))),
+    TokenLogprob(2, -0.5, ((3, -0.25), (2, -0.5))),
+    TokenLogprob(4, -1.0, ((4, -1.0),)),
+)
+
+
+def with_logprobs(url):
+    one = with_token_bytes(Generation(text="x", logprobs=ENTRIES), BYTES)
+    columns = OutputColumns.of(SamplingParams(), has_choices=True, has_token_bytes=True)
+    table = pa.table({"custom_id": ["a"], "url": [url], "model": ["m"]})
+    (response,) = write_responses(columns.append(table, [one]))
+    return response["response"]["body"]["choices"][0]["logprobs"]
+
+
+def test_log_probabilities_of_a_chat_have_text_and_bytes():
+    found = with_logprobs("/v1/chat/completions")["content"]
+    assert [(one["token"], bytes(one["bytes"])) for one in found] == [
+        ("a", BYTES[1]), (" é", BYTES[2]), (r"\x99\x82", BYTES[4])
+    ]  # fmt: skip
+    assert found[0]["top_logprobs"] == [
+        {"token": "a", "logprob": -0.5, "bytes": [97]},
+        {"token": "a", "logprob": -1.5, "bytes": [97]},
+        {"token": "token_id:6", "logprob": -2.5, "bytes": None},  # of a model without tokenizer
+    ]
+    assert found[1]["top_logprobs"][0]["token"] == r" \xf0\x9f"
+
+
+def test_log_probabilities_of_a_completion_have_text_and_offsets():
+    found = with_logprobs("/v1/completions")
+    assert found["tokens"] == ["a", " é", r"\x99\x82"]
+    assert found["text_offset"] == [0, 1, 3]
+    assert [*found["top_logprobs"][0].items()] == [("a", -0.5), ("token_id:6", -2.5)]
+
+
+def test_tokens_whose_bytes_cannot_be_read_make_error_rows_of_their_rows_alone():
+    def fail(tokens):
+        assert tokens == {1, 2, 3, 4, 5, 6}
+        raise DecodeError("no")
+
+    rows = [Generation(text="x", logprobs=ENTRIES), Generation(text="y")]
+    first, second = add_token_bytes(rows, fail)
+    assert (first.error, second) == ("DecodeError: no", rows[1])
 
 
 def test_an_error_has_a_code_and_a_message_and_can_be_read_again():

@@ -1,10 +1,11 @@
 """Long texts in pieces, and only the end that is needed: the tokens are those of the whole text."""
 
+import array
 import random
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raymoe.engine import tokenizer as module
@@ -197,3 +198,18 @@ def test_prompts_of_a_call_are_encoded_together(directories, monkeypatch):
     found = tokenizer.encode_all([Text(text, True, Room()) for text in texts])
     assert all(isinstance(ids, np.ndarray) and ids.dtype == np.int32 for ids in found)
     assert [ids.tolist() for ids in found] == theirs(texts)["input_ids"]
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_bytes_of_tokens_make_up_the_text(name):
+    text = "Grüße, 日本語 🙂\x00\n<|end|>"
+    backend = LIKE[name]()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    codec = Codec(backend)
+    (ids,) = codec.encode([text], has_special=False)
+    answer, _ = codec.answer({"wants_bytes": True}, array.array("i", [*ids, 10**6]).tobytes())
+    *found, unknown = answer["bytes"]
+    assert unknown is None
+    pieces = [*map(bytes.fromhex, found)]
+    assert b"".join(pieces).decode().removeprefix(" ") == text
+    assert any(piece.decode(errors="ignore") == "" for piece in pieces)  # a part of a character
