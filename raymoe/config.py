@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raymoe.specs.workload import Workload
 
 
+NO_DIRECTORY = Path("/dev/null/raymoe")  # where nothing is found and nothing can be kept
 MAX_GENERATED_TOKENS = 2**20
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 64
@@ -334,7 +335,11 @@ class Settings:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
         """Read `RAYMOE_*` variables; raises ConfigError for malformed values."""
         variables = os.environ if environment is None else environment
-        cache = Path(variables.get("RAYMOE_CACHE") or cls().cache_directory).expanduser()
+        cache = Path(variables.get("RAYMOE_CACHE") or cls().cache_directory)
+        try:
+            cache = cache.expanduser()
+        except RuntimeError:  # this user has no home
+            cache = NO_DIRECTORY
         return cls(
             num_threads=_whole(variables, "RAYMOE_NUM_THREADS", 4096),
             host_memory_bytes=_whole(variables, "RAYMOE_HOST_MEMORY_BYTES", 2**60),

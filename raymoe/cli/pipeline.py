@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
@@ -544,6 +545,7 @@ def print_summary(run_stats: RunStats, output: Location, console: Console) -> No
 
 
 STDERR = 2
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 OBJECT_STORE_BYTES = 400 * MIB
@@ -571,6 +573,8 @@ def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
         verbose: Show what Ray and the actors log.
     """
     address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        _ensure_token()
     with nullcontext() if verbose else _without_stderr():
         _start(address, verbose=verbose)
     context = configure_data_context(preserve_order=preserve_order)
@@ -596,6 +600,22 @@ def _start(address: str | None, *, verbose: bool) -> None:
         logging_level=level,
         log_to_driver=verbose,
     )
+
+
+def _ensure_token() -> None:
+    """Give a local Ray its token by the environment if it cannot write `~/.ray/auth_token`."""
+    if {TOKEN_VARIABLE, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"} & os.environ.keys():
+        return
+    try:
+        directory = Path("~/.ray").expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK) or (directory / "auth_token").exists():
+            return
+        reason = f"{directory} cannot be written"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home at all
+        reason = str(error)
+    logger.warning("no home to write to (%s): Ray's token is only in this process", reason)
+    os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
 
 
 @contextmanager

@@ -145,8 +145,9 @@ def shared_memory(host: HostInfo, directory: Path = Path("/dev/shm")) -> Outcome
 def cache() -> Outcome:
     """Whether profiles of this machine can be kept."""
     directory = Settings.from_environment().cache_directory
-    nearest = next(path for path in (directory, *directory.parents) if path.exists())
-    if os.access(nearest, os.W_OK):
+    parts = (directory, *directory.parents)
+    nearest = next(path for path in parts if os.path.exists(path))  # noqa: PTH110 - never raises
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Outcome(str(directory))
     advice = "profiles of this machine cannot be kept: set RAYMOE_CACHE to a directory of yours"
     return Outcome(f"{directory} cannot be written", Status.WARNING, advice)

@@ -5,6 +5,7 @@ Assumes that proc is mounted and that the NVIDIA driver writes its version to
 """
 
 import dataclasses
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,9 @@ def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECON
     return measure_device(host, max(0.0, end_s - time.perf_counter())) if has_gpu else host
 
 
+logger = logging.getLogger(__name__)
+
+
 def obtain_profile(
     directory: Path,
     num_threads: int | None = None,
@@ -49,12 +53,18 @@ def obtain_profile(
     seconds: float = USUAL_SECONDS,
     is_fresh: bool = False,
 ) -> tuple[HardwareSpec, Path]:
-    """The stored profile of this machine and its file; measures first if there is none."""
+    """The stored profile of this machine and its file; measures first if there is none.
+
+    A warning says if it cannot be stored.
+    """
     machine = identify_machine(num_threads)
     hardware = None if is_fresh else load_profile(directory, machine)
     if hardware is None:
         hardware = measure_machine(num_threads, seconds)
-        store_profile(directory, machine, hardware)
+        try:
+            store_profile(directory, machine, hardware)
+        except OSError as error:
+            logger.warning("the profile is not kept: %s; set RAYMOE_CACHE", error)
     return hardware, directory / machine.file_name
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -158,3 +159,14 @@ def test_unknown_names_are_told_what_they_are_called_here(make, message):
     assert str(again) == str(caught.value)
     assert (again.row, again.column, again.path) == (3, "prompt", "/a")
     assert (again.name, again.suggestion) == (caught.value.name, caught.value.suggestion)
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    def fail(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", fail)
+    directory = Settings.from_environment({}).cache_directory
+    assert not directory.exists()
+    with pytest.raises(NotADirectoryError):
+        directory.mkdir(parents=True)

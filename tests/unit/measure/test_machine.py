@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.errors import ConfigError
+from raymoe.measure import profile
 from raymoe.measure.kept import Machine, identify_machine, load_profile, store_profile
 from raymoe.specs.hardware import hardware_preset
 
@@ -78,3 +79,11 @@ def test_this_machine_has_a_name() -> None:
     assert machine.cpu_model
     assert machine.num_threads >= 1
     assert machine == identify_machine()
+
+
+def test_a_profile_that_cannot_be_kept_is_a_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(profile, "measure_machine", lambda *_: hardware_preset("l4"))
+    hardware, _ = profile.obtain_profile(Path("/dev/null/raymoe"))
+    assert hardware == hardware_preset("l4")
+    assert "the profile is not kept" in caplog.text
+    assert "set RAYMOE_CACHE" in caplog.text
