@@ -195,7 +195,9 @@ def _length_rows(path: Path) -> list[Any]:
             wanted = [name for name in LENGTH_COLUMNS if name in names]
             rows: list[Any] = pq.read_table(path, columns=wanted).to_pylist()
             return rows
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        return [
+            json.loads(line) for line in path.read_text("utf-8-sig").splitlines() if line.strip()
+        ]
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--lengths {path}: cannot be read: {error}; it takes parquet (.parquet) or JSON lines"

@@ -1,5 +1,6 @@
 """Input of a job: parquet and JSON lines, as files, directories, globs or URIs."""
 
+import codecs
 import dataclasses
 import functools
 import json
@@ -66,6 +67,14 @@ MAX_INT64 = 2**63 - 1
 MAX_EXACT_DOUBLE = 2**53
 
 
+_MARKS = (
+    ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), 32),
+    ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), 16),
+)
+# Places of zeros in the first four bytes, of which two characters at least are ASCII.
+_WIDTH_OF_ZEROS = {(1, 3): 16, (0, 2): 16, (1, 2, 3): 32, (0, 1, 2): 32}
+
+
 class Split(NamedTuple):
     """Some lines of one file; the unit that a Ray task reads."""
 
@@ -109,6 +118,7 @@ class JsonlScan:
 def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     """Return the object of a line if it has one, and "" or what is wrong with the line."""
     error = ""
+    line = line.removeprefix(codecs.BOM_UTF8)  # which some editors and Windows write
     try:
         text = line.decode()
     except UnicodeDecodeError as problem:
@@ -123,6 +133,22 @@ def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return record, error
 
 
+def _has_content(line: bytes) -> bool:
+    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
+
+
+def _check_encoding(file: Location, line: bytes) -> None:
+    """Refuse a file whose first line is in UTF-16 or UTF-32, by its mark or by its zeros."""
+    zeros = tuple(place for place, byte in enumerate(line[:4]) if byte == 0)
+    width = next((width for marks, width in _MARKS if line.startswith(marks)), None)
+    width = width or _WIDTH_OF_ZEROS.get(zeros)
+    if width:
+        raise ConfigError(
+            f"{file} is text in UTF-{width}; convert it to UTF-8, for example with: iconv -f "
+            f"UTF-{width} -t UTF-8"
+        )
+
+
 def scan(
     files: Sequence[Location], prompt_columns: Collection[str], id_column: str | None
 ) -> JsonlScan:
@@ -133,8 +159,10 @@ def scan(
     for file in files:
         begin = size = rows = 0
         for line in _lines(file):
+            if begin == size == 0:
+                _check_encoding(file, line)
             size += len(line)
-            if line.strip():
+            if _has_content(line):
                 record, _ = parse_line(line)
                 for key, value in (record or {}).items():
                     kinds.setdefault(key, set()).add(_kind(value))
@@ -171,7 +199,7 @@ def _read_one(split: Split, layout: JsonlFormat, location: Location) -> pa.Table
     offset = split.offset
     for line in lines:
         begin, offset = offset, offset + len(line)
-        if not line.strip():
+        if not _has_content(line):
             continue
         record, error = parse_line(line)
         for field in layout.schema:

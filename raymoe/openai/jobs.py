@@ -4,6 +4,7 @@ One batch at a time is a process of `raymoe generate`, whose journal keeps what 
 server that starts again finds the process of the server before it, or resumes its output.
 """
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -72,7 +73,7 @@ def check_input(path: Path, endpoint: str, models: Collection[str], max_requests
     number = 0
     with path.open("rb") as file:
         for line_number, line in enumerate(file, 1):
-            if not line.strip():
+            if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             number += 1
             if number > max_requests:
@@ -105,7 +106,7 @@ class _LineError(Exception):
 
 def _check_line(line: bytes, endpoint: str, models: Collection[str]) -> tuple[str, str]:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except (ValueError, RecursionError) as error:
         raise _LineError("invalid_json_line", f"the line is not JSON: {error}"[:300]) from error
     if not isinstance(record, dict):

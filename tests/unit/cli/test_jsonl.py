@@ -92,3 +92,34 @@ def test_splits_cover_every_line_once(tmp_path, monkeypatch, split_rows):
 def test_a_file_without_an_object_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no JSON object"):
         read(tmp_path / "a.jsonl", b"", b"nothing here")
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, end):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(BOM + b'{"prompt": "a"}' + end + BOM + end + BOM + b'{"prompt": "b"}' + end)
+    scanned = scan([Location.local(path)], ["prompt"], None)
+    splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
+    table = read_split(splits, layout=scanned.layout, root=Location.local(path))
+    assert scanned.num_rows == 2
+    assert table.column("prompt").to_pylist() == ["a", "b"]
+    assert table.column(INPUT_ERROR_COLUMN).to_pylist() == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_a_file_of_another_encoding_is_refused_by_its_name(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n'.encode(encoding))
+    with pytest.raises(ConfigError, match=f"is text in {encoding[:6].upper()}; convert it"):
+        scan([Location.local(path)], ["prompt"], None)
+
+
+def test_zeros_in_a_line_make_no_other_encoding(tmp_path):
+    scanned, table = read(tmp_path / "a.jsonl", b"\0\0ab", b'{"prompt": "a"}')
+    assert scanned.num_rows == 2
+    assert "not JSON" in table.column(INPUT_ERROR_COLUMN)[0].as_py()
