@@ -134,8 +134,7 @@ class SamplingParams:
                 put(name, _integer(name, value, low, high))
         for name, (minimum, maximum) in _NUMBER_RANGES.items():
             put(name, _number(name, getattr(self, name), minimum, maximum))
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos is {self.ignore_eos!r}; it takes true or false")
+        _flag("ignore_eos", self.ignore_eos)
         put("top_k", max(self.top_k, 0))
         put("seed", None if self.seed == -1 else self.seed)
         put("stop", _stop_strings(self.stop))
@@ -241,6 +240,9 @@ class EngineConfig:
         max_model_len: Prompt and generated tokens of a row; at most the model's own limit.
         on_too_long: Treatment of a prompt that leaves no room for `max_tokens`: "error" makes an
             error row, "truncate_left" drops its first tokens, "truncate_right" its last.
+        split_special_tokens: The text of special tokens in rows, such as ``<|im_end|>``, is encoded
+            as ordinary text, as by tokenizers of transformers; in messages it makes an error row.
+            Use it where rows have text of strangers.
         seed: Seed of rows whose `SamplingParams` have none.
         expected_calls: Threads that submit concurrently; once all have submitted, an idle engine
             starts at once. None relies on `linger_s`.
@@ -270,6 +272,7 @@ class EngineConfig:
     workload: "Workload | None" = None
     max_model_len: int | None = None
     on_too_long: str = "error"
+    split_special_tokens: bool = False
     seed: int = 0
     expected_calls: int | None = None
     linger_s: float = 0.1
@@ -285,6 +288,7 @@ class EngineConfig:
         _choice("head", self.head, HEADS)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        _flag("split_special_tokens", self.split_special_tokens)
         for name in ("host_memory_bytes", "device_memory_bytes"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**60)
@@ -397,6 +401,11 @@ def _number(name: str, value: object, low: float, high: float) -> float:
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {_shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {_shown(value)}; it takes true or false")
 
 
 def _listed(name: str, value: object, limit: int) -> list[Any]:

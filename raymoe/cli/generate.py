@@ -149,6 +149,15 @@ EngineOptions = Annotated[
 OnTooLong = Annotated[
     str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
 ]
+SplitSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--split-special-tokens",
+        help="Encode special tokens in the text of rows, such as <|im_end|>, as ordinary text; in "
+        "messages they make an error row.",
+        rich_help_panel=RUN,
+    ),
+]
 PreserveOrder = Annotated[
     bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
 ]
@@ -201,8 +210,8 @@ OTHER_FORMATS = frozenset(
      ".ndjson")
 )  # fmt: skip
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
-ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "seed", "device", "tensor_parallel_size",
-                "max_model_len")  # fmt: skip
+ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "split_special_tokens", "seed", "device",
+                "tensor_parallel_size", "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
 OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "preserve_order", "verbose")
 OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",
@@ -243,6 +252,7 @@ def run(  # noqa: PLR0913 - the options of a command
     device_memory: DeviceMemory = None,
     engine_config: EngineOptions = None,
     on_too_long: OnTooLong = "error",
+    split_special_tokens: SplitSpecial = False,
     preserve_order: PreserveOrder = False,
     sort_by_prefix: SortByPrefix = False,
     resume: Resume = False,

@@ -46,6 +46,7 @@ class Manifest:
         sampling_params: Of rows that have none of their own, as far as they differ from raymoe's.
         max_model_len: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
+        split_special_tokens: Whether texts of rows have no special tokens.
         chat_template_kwargs: Of rows of messages that have none of their own.
         task: Options of a task besides generation; empty for generation.
     """
@@ -65,6 +66,7 @@ class Manifest:
     state_dtype: str
     max_model_len: int | None
     on_too_long: str
+    split_special_tokens: bool = False
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -96,6 +98,7 @@ class Manifest:
             state_dtype=config.state_dtype,
             max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
+            split_special_tokens=config.split_special_tokens,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
             task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
         )
@@ -105,6 +108,8 @@ class Manifest:
         plain = dataclasses.asdict(self)
         for name in (*_FOR_PEOPLE, "revision"):
             del plain[name]
+        if not self.split_special_tokens:  # as before there was the option
+            del plain["split_special_tokens"]
         return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
 
     def differences(self, now: "Manifest") -> list[str]:

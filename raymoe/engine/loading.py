@@ -223,9 +223,12 @@ def load_parts(
     directory = resolve_model(path)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = configured_model(ModelSpec.from_directory(directory), config)
-    tokenizer = Tokenizer(
-        directory, spec.vocab_size, spec.media_tokens
-    )  # its process loads meanwhile
+    tokenizer = Tokenizer(  # its process loads meanwhile
+        directory,
+        spec.vocab_size,
+        spec.media_tokens,
+        split_special_tokens=config.split_special_tokens,
+    )
     shared = None
     try:
         weights = open_weights(spec, directory, config)

@@ -312,11 +312,17 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt that must be encoded; `has_special` adds the tokenizer's special tokens (BOS)."""
+    """A prompt that must be encoded.
+
+    Attributes:
+        has_special: Adds the tokenizer's special tokens (BOS).
+        splits_special: Special tokens in the text are encoded as ordinary text.
+    """
 
     text: str
     has_special: bool
     room: Room
+    splits_special: bool = False
 
     @property
     def is_long(self) -> bool:
@@ -333,6 +339,7 @@ class Tokenizer:
         directory: Model directory. Without a tokenizer in it, prompts must be token ids and text
             stays empty.
         vocab_size: Exclusive upper bound of token ids.
+        split_special_tokens: As in `EngineConfig`.
     """
 
     def __init__(
@@ -340,11 +347,13 @@ class Tokenizer:
         directory: Path,
         vocab_size: int,
         media_tokens: Sequence[tuple[int, str]] = (),
+        *,
+        split_special_tokens: bool = False,
     ) -> None:
         """`media_tokens` have no embedding of text: id, and name of the field with it."""
         self.directory = directory
         self._media_tokens = tuple(media_tokens)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._splits_special = vocab_size, split_special_tokens
         self._lock = threading.Lock()
         self._facts: dict[str, Any] | None = None
         self._encoder: WorkerProcess | None = None
@@ -391,10 +400,12 @@ class Tokenizer:
         if prompt is None:
             raise ConfigError("the prompt is null")
         if isinstance(prompt, str):
-            return self._check_text(Text(prompt, True, room))
+            return self._check_text(Text(prompt, True, room, self._splits_special))
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, Chat):
+            if self._splits_special:
+                self._refuse_special(prompt)
             return self._check_text(Text(self._render(prompt), False, room))
         if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
@@ -502,6 +513,24 @@ class Tokenizer:
             raise ConfigError("the model has no chat template; give prompts as text instead")
         return self._chat.render(chat.messages, chat.tools, chat.template_kwargs)
 
+    def _refuse_special(self, chat: Chat) -> None:
+        """Refuse special tokens in messages: rendered, they cannot be told from the template's."""
+        special = self.special_token_ids()
+        parts: list[object] = [[*chat.messages], [*chat.tools], dict(chat.template_kwargs)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, str):
+                found = next((token for token in special if token in part), None)
+                if found is not None:
+                    raise ConfigError(
+                        f"the messages have the special token {found!r:.40}, which "
+                        "split_special_tokens forbids in them: remove it from the row"
+                    )
+            elif isinstance(part, Mapping):
+                parts += [*part.keys(), *part.values()]
+            elif isinstance(part, Sequence) and not isinstance(part, bytes):
+                parts += part
+
     def _check_text(self, text: Text) -> Text:
         if not self.is_present:
             raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
@@ -559,7 +588,11 @@ class Tokenizer:
         data = [text.text.encode() for text in texts]
         num_bytes = [*map(len, data)]
         answer, ids = self._encoder.ask(
-            {"num_bytes": num_bytes, "has_special": [text.has_special for text in texts]},
+            {
+                "num_bytes": num_bytes,
+                "has_special": [text.has_special for text in texts],
+                "splits_special": [text.splits_special for text in texts],
+            },
             b"".join(data),
             cpu_s=REQUEST_LIMIT_S + LIMIT_S_PER_BYTE * sum(num_bytes),
             num_tries=num_tries,
@@ -573,6 +606,8 @@ class Tokenizer:
     def _encode_long(self, text: Text) -> Int32s:
         assert self._facts is not None
         joint, room = self._facts["joint"], text.room
+        if text.splits_special:  # the joint was found with special tokens
+            joint = None
         pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
         if len(pieces) == 1:
             return _value(_try_all([text], self._encode_batch)[0])

@@ -7,10 +7,10 @@ The first process loads the directory with transformers and returns facts and, i
 suffices, its tokenizer as JSON: the decoding process and later ones start from that in a tenth of
 the time, without transformers.
 
-Requests: {"num_bytes", "has_special"} of each text with the texts' UTF-8, answered by {"counts",
-"errors"} and token ids as int32; {"counts"} with token ids, answered by {"texts", "errors"}. Errors
-are by index; such a text has no tokens, or such tokens no text. {"wants_bytes"} with token ids is
-answered by {"bytes"}, as hex.
+Requests: {"num_bytes", "has_special", "splits_special"} of each text with the texts' UTF-8 are
+answered by {"counts", "errors"} and token ids as int32, {"counts"} with token ids by {"texts",
+"errors"}. Errors are by index; such a text has no tokens, or such tokens no text. {"wants_bytes"}
+with token ids is answered by {"bytes"}, as hex.
 """
 
 import contextlib
@@ -119,23 +119,32 @@ class Codec:
         texts = [piece.decode() for piece in _split(blob, message["num_bytes"])]
         results: list[list[int]] = [[]] * len(texts)
         errors: dict[int, str] = {}
-        for has_special in (False, True):
-            indexes = [i for i, flag in enumerate(message["has_special"]) if flag == has_special]
-            found, failed = self._encode_each([texts[i] for i in indexes], has_special)
+        kinds = [*zip(message["has_special"], message["splits_special"], strict=True)]
+        for kind in sorted(set(kinds)):
+            indexes = [i for i, each in enumerate(kinds) if each == kind]
+            found, failed = self._encode_each([texts[i] for i in indexes], *kind)
             for index, ids in zip(indexes, found, strict=True):
                 results[index] = ids
             errors |= {indexes[i]: error for i, error in failed.items()}
         data = b"".join(array("i", ids).tobytes() for ids in results)
         return {"counts": [*map(len, results)], "errors": errors}, data
 
-    def encode(self, texts: Sequence[str], *, has_special: bool) -> list[list[int]]:
-        """Return the token ids that the tokenizer of transformers returns."""
+    def encode(
+        self, texts: Sequence[str], *, has_special: bool, splits_special: bool = False
+    ) -> list[list[int]]:
+        """Return the token ids that the tokenizer of transformers returns.
+
+        `splits_special` is its `split_special_tokens`.
+        """
         if not texts:
             return []
         if self._backend is not None:
+            self._backend.encode_special_tokens = splits_special
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=has_special)
             return [encoding.ids for encoding in encodings]
         options = {"add_special_tokens": has_special, "return_attention_mask": False}
+        if splits_special:
+            options["split_special_tokens"] = True
         return [list(self._tokenizer(text, verbose=False, **options).input_ids) for text in texts]
 
     def facts(self) -> Frame:
@@ -174,17 +183,18 @@ class Codec:
         return {token.content: index for index, token in added if token.special} | dict(named)
 
     def _encode_each(
-        self, texts: Sequence[str], has_special: bool
+        self, texts: Sequence[str], has_special: bool, splits_special: bool
     ) -> tuple[list[list[int]], dict[int, str]]:
         try:
-            return self.encode(texts, has_special=has_special), {}
+            ids = self.encode(texts, has_special=has_special, splits_special=splits_special)
+            return ids, {}
         except BaseException as error:  # a panic of the Rust library is no Exception
             if len(texts) == 1:
                 return [[]], {0: _describe(error)}
         results: list[list[int]] = []
         errors: dict[int, str] = {}
         for index, text in enumerate(texts):
-            ids, failed = self._encode_each([text], has_special)
+            ids, failed = self._encode_each([text], has_special, splits_special)
             results += ids
             if failed:
                 errors[index] = failed[0]

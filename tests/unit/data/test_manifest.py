@@ -38,6 +38,8 @@ def test_a_manifest_comes_back_from_its_file_and_agrees_with_itself(tmp_path):
         (made(engine=EngineConfig(state_dtype="bfloat16")),
          "state_dtype was 'float32', is 'bfloat16'"),
         (made(engine=EngineConfig(on_too_long="truncate_left")), "on_too_long was 'error'"),
+        (made(engine=EngineConfig(split_special_tokens=True)),
+         "split_special_tokens was False, is True"),
         (made(engine=EngineConfig(max_model_len=99)), "max_model_len was None, is 99"),
         (made(revision="def"), "revision was 'abc', is 'def'"),
         (made(weights="9" * 64), "weights was 'dddddd"),

@@ -24,8 +24,8 @@ def make():
     """Tokenizers that are closed at the end of the test."""
     tokenizers = []
 
-    def make_one(directory, vocab_size=VOCAB_SIZE) -> Tokenizer:
-        tokenizers.append(Tokenizer(directory, vocab_size))
+    def make_one(directory, vocab_size=VOCAB_SIZE, **options) -> Tokenizer:
+        tokenizers.append(Tokenizer(directory, vocab_size, **options))
         return tokenizers[-1]
 
     yield make_one
@@ -74,6 +74,39 @@ def test_rows_with_tools_take_the_template_of_tools(tokenizer_directory, tmp_pat
         expected = reference.apply_chat_template(chat, tools=tools or None, tokenize=False)
         assert tokenizer.read(Chat(chat, tools), Room()).text == expected
     assert read_chat_template(directory).split("\n") in ([default, tool_use], [tool_use, default])
+
+
+@pytest.mark.parametrize("text", ["a</s>b", "</s>", "<s>é", "no mark"])
+def test_special_tokens_in_text_may_be_ordinary_text(tokenizer_directory, make, text):
+    tokenizer = make(tokenizer_directory, split_special_tokens=True)
+    theirs = AutoTokenizer.from_pretrained(tokenizer_directory)
+    expected = theirs(text, split_special_tokens=True).input_ids
+    assert tokenizer.encode(text).tolist() == expected == [BOS, *text.encode()]
+    long = f"{text} " * 20_000
+    assert tokenizer.encode(long).tolist() == [BOS, *long.encode()]
+    assert tokenizer.encode([{"role": "user", "content": "hi"}]).tolist()[0] == BOS
+    assert kept_tokenizer(tokenizer_directory).encode(text).tolist() == theirs(text).input_ids
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a</s>"}],
+        [{"role": "user", "content": [{"type": "text", "text": "x<s>"}]}],
+        [{"role": "</s>", "content": "a"}],
+    ],
+)
+def test_special_tokens_in_messages_are_refused_where_they_may_not_be(
+    tokenizer_directory, make, messages
+):
+    tokenizer = make(tokenizer_directory, split_special_tokens=True)
+    with pytest.raises(ConfigError, match=r"token '</?s>', which split_special_tokens forb"):
+        tokenizer.encode(messages)
+
+
+def test_special_tokens_in_messages_are_those_of_the_text(tokenizer_directory):
+    tokens = kept_tokenizer(tokenizer_directory).encode([{"role": "user", "content": "a</s>"}])
+    assert EOS in tokens
 
 
 def test_a_final_assistant_message_is_continued(tokenizer):

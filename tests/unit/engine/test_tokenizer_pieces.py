@@ -213,3 +213,15 @@ def test_bytes_of_tokens_make_up_the_text(name):
     pieces = [*map(bytes.fromhex, found)]
     assert b"".join(pieces).decode().removeprefix(" ") == text
     assert any(piece.decode(errors="ignore") == "" for piece in pieces)  # a part of a character
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama2"])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_special_tokens_are_split_as_by_transformers(name, is_native, tmp_path):
+    theirs = AutoTokenizer.from_pretrained(write_like(name, tmp_path))
+    backend = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+    codec = Codec(backend if is_native else None, theirs)
+    texts = ["a<|end|>b </s>", "<s> <|im_start|>x", "plain"]
+    for splits in (True, False, True):
+        found = codec.encode(texts, has_special=True, splits_special=splits)
+        assert found == [theirs(one, split_special_tokens=splits).input_ids for one in texts]
