@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
+from raymoe.engine.schema_alternatives import Alternatives
 from raymoe.errors import ConfigError
 from raymoe.suggestions import is_misspelt
 
@@ -298,7 +299,7 @@ def exact_schema(text: str) -> str:
             schemas.append((where, schema))
             pending += [(place, part, depth + 1) for place, part in _parts(where, schema)]
     places = {where for where, _ in schemas}
-    anchors = {f"#{schema.get('$anchor')}" for _, schema in schemas}
+    anchors = {f"#{schema['$anchor']}" for _, schema in schemas if "$anchor" in schema}
     for where, schema in schemas:
         _check(where, schema)
         _check_reference(where, schema, places | anchors)
@@ -306,6 +307,8 @@ def exact_schema(text: str) -> str:
     _check_spelling(schemas)
     for where, schema in schemas:
         _drop_annotations(where, schema)
+    _rewrite_one_of(schemas)
+    for where, schema in schemas:
         _rewrite_regexes(where, schema)
         _rewrite_format(schema)
         _close_bounds(schema)
@@ -458,6 +461,22 @@ def _rewrite_format(schema: Schema) -> None:
             others = schema.get("allOf", [])
             part = {"allOf": [*others, part] if _is_list(others) else others}
         schema |= part
+
+
+def _rewrite_one_of(schemas: list[tuple[str, Schema]]) -> None:
+    targets = dict(schemas)
+    targets |= {f"#{schema['$anchor']}": schema for _, schema in schemas if "$anchor" in schema}
+    quoted = {schema["$ref"] for _, schema in schemas if "$ref" in schema}
+    targets |= {reference: targets[unquote(reference)] for reference in quoted}
+    alternatives = Alternatives(targets)
+    for _, schema in schemas:
+        options = schema.get("oneOf")
+        if "anyOf" in schema or not _is_list(options):
+            continue
+        if alternatives.exclude_each_other(options):
+            parts = [("anyOf" if name == "oneOf" else name, part) for name, part in schema.items()]
+            schema.clear()
+            schema.update(parts)  # the order of keywords is that of properties in the text
 
 
 def _rewrite_regexes(where: str, schema: Schema) -> None:

@@ -24,6 +24,7 @@ from raymoe.errors import ConfigError
         ({"enum": [{"not": {}}], "$ref": "#/enum/0"}, "'#/enum/0'"),
         ({"$defs": {"a": {"$id": "b", "items": {"$ref": "#"}}}}, "'\\$id' above a .* #/\\$defs/a"),
         ({"$ref": "#a", "$defs": {"a": {"$anchor": "b"}}}, "ref '#a'"),
+        ({"$ref": "#None"}, "ref '#None'"),
         ({"type": "string", "format": ["date"]}, "format \\['date'\\]"),
         ({"additionalItems": False}, "'additionalItems' without a list"),
         ({"properties": {"a\n": {}}}, "property 'a\\\\n'"),

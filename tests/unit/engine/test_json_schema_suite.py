@@ -275,3 +275,15 @@ def test_bounds_of_one_field_do_not_meet_those_of_another(matcher_of):
     assert [accepts(cents, text) for text in ("0", "0.01", "0.005", "12.5")] == [0, 1, 0, 1]
     draft_4 = matcher_of({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5})
     assert [accepts(draft_4, text) for text in ("0", "0.0", "0.2")] == [False, False, True]
+
+
+def test_one_of_references_that_exclude_each_other_is_kept(matcher_of):
+    cat = {"properties": {"k": {"const": "cat"}, "next": {"$ref": "#/$defs/Pet"}},
+           "required": ["k"], "type": "object", "additionalProperties": False}  # fmt: skip
+    dog = {"properties": {"k": {"const": "dog"}}, "required": ["k"], "type": "object"}
+    pet = {"discriminator": {"propertyName": "k", "mapping": {"cat": "#/$defs/Cat"}},
+           "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]}  # fmt: skip
+    matcher = matcher_of({"$defs": {"Cat": cat, "Dog": dog, "Pet": pet}, "$ref": "#/$defs/Pet"})
+    assert accepts(matcher, '{"k":"cat","next":{"k":"dog"}}')
+    assert not accepts(matcher, '{"k":"cow"}')
+    assert not accepts(matcher, '{"k":"cat","age":1}')
