@@ -14,7 +14,8 @@ RaymoeWarning
   PerformanceWarning              slower than predicted, or a slow path was taken
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from raymoe.suggestions import find_absence, find_meant
@@ -104,3 +105,34 @@ class RaymoeWarning(UserWarning):
 
 class PerformanceWarning(RaymoeWarning):
     """Something works but is slower than it should be; the message says what to change."""
+
+
+MAX_DESCRIPTION_CHARACTERS = 4000
+_STEP = "while "
+
+
+@contextlib.contextmanager
+def in_step(step: str) -> Iterator[None]:
+    """Note on an error from inside what was being done, such as "finding tool calls"."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_STEP + step)
+        raise
+
+
+def describe(error: BaseException) -> str:
+    """Return "Type: while doing this: message", cut, and such that UTF-8 can hold it."""
+    try:
+        message = str(error)
+    except Exception:  # whoever wrote the exception forgot something
+        message = "it has no message"
+    steps = [note for note in getattr(error, "__notes__", ()) if note.startswith(_STEP)]
+    return encodable(": ".join([type(error).__name__, *steps[:1], message]))
+
+
+def encodable(text: str) -> str:
+    """Cut a text for an error column, with lone surrogates as their escapes."""
+    if len(text) > MAX_DESCRIPTION_CHARACTERS:
+        text = text[: MAX_DESCRIPTION_CHARACTERS - 3] + "..."
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 from raymoe.chat import reasoning, tool_calls
 from raymoe.chat.tool_calls import ToolCall
+from raymoe.errors import in_step
 
 
 class Parts(NamedTuple):
@@ -71,8 +72,10 @@ class ChatParser:
         thought: str | None = None
         calls: tuple[ToolCall, ...] = ()
         if self.reasoning is not None:
-            is_open = reasoning.opens_reasoning(self.reasoning, prompt_end, continued)
-            thought, text = reasoning.split_reasoning(self.reasoning, text, is_open=is_open)
+            with in_step("splitting off the reasoning"):
+                is_open = reasoning.opens_reasoning(self.reasoning, prompt_end, continued)
+                thought, text = reasoning.split_reasoning(self.reasoning, text, is_open=is_open)
         if self.tool_calls is not None and tools:
-            text, calls = tool_calls.split_tool_calls(self.tool_calls, text, tools)
+            with in_step("finding tool calls"):
+                text, calls = tool_calls.split_tool_calls(self.tool_calls, text, tools)
         return Parts(thought, text, calls)

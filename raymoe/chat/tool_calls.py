@@ -37,9 +37,21 @@ def _call(name: object, arguments: object) -> ToolCall:
         raise _MalformedError
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if not _encodes(text):  # lone surrogates, which JSON holds as escapes only
+            text = json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise _MalformedError from error
+    if not _encodes(name):
+        raise _MalformedError
     return ToolCall(name.strip(), text)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_json(text: str, _: Types) -> list[ToolCall]:

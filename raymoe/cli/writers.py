@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import logging
 import re
 import time
 from abc import ABC, abstractmethod
@@ -24,9 +25,11 @@ from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, expl
 from raymoe.data.observer import error_kind
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
 from raymoe.data.status import GENERATE, PARTS_SUFFIX, rate_unit
-from raymoe.errors import ConfigError, RaymoeError
+from raymoe.errors import ConfigError, RaymoeError, describe, in_step
 from raymoe.openai.batch import read_response, write_responses
 from raymoe.units import format_seconds
+
+logger = logging.getLogger(__name__)
 
 
 class WrittenRow(NamedTuple):
@@ -67,6 +70,10 @@ class Lines(Protocol):
         """Yield the object of each row."""
         ...
 
+    def failed(self, row: pa.Table, problem: str) -> dict[str, Any]:
+        """Return the object of a row that cannot be written."""
+        ...
+
     def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
         """Return what a resumed run must know of a line."""
         ...
@@ -90,6 +97,17 @@ class TableLines:
         columns = {name: self._cells(table, name) for name in table.column_names}
         for cells in zip(*columns.values(), strict=True):
             yield dict(zip(columns, cells, strict=True))
+
+    def failed(self, row: pa.Table, problem: str) -> dict[str, Any]:
+        """Return the cells that can be written, and null for the others."""
+        record: dict[str, Any] = {}
+        for name in row.column_names:
+            try:
+                (record[name],) = self._cells(row, name)
+                json.dumps(record[name], default=as_text)
+            except Exception:
+                record[name] = None
+        return record | {ERROR_COLUMN: problem}
 
     def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
         """Return what a resumed run must know of a line."""
@@ -115,15 +133,46 @@ class BatchLines:
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
         return write_responses(table)
 
+    def failed(self, row: pa.Table, problem: str) -> dict[str, Any]:
+        """Return the response to a request whose answer cannot be written."""
+        place = row.column_names.index(ERROR_COLUMN)
+        errors = pa.array([problem], pa.string())
+        (record,) = write_responses(row.set_column(place, ERROR_COLUMN, errors))
+        return record
+
     def read(self, record: dict[str, Any], _id_column: str) -> WrittenRow:
         """Return what a resumed run must know of a line."""
         return WrittenRow(*read_response(record))
 
 
-def write_lines(lines: Lines, table: pa.Table) -> Iterator[str]:
-    """Yield the text of each row, with its line end."""
-    for record in lines.of(table):
-        yield json.dumps(record, ensure_ascii=False, default=as_text) + "\n"
+def write_lines(lines: Lines, table: pa.Table) -> Iterator[bytes]:
+    """Yield the line of each row, with its end.
+
+    A row that cannot be written becomes an error row of what can be written of it.
+    """
+    try:
+        yield from [_line(record) for record in lines.of(table)]
+    except Exception:
+        for number in range(table.num_rows):
+            yield _line_of_row(lines, table.slice(number, 1))
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, default=as_text)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # lone surrogates, which JSON holds as escapes only
+        return json.dumps(record, default=as_text).encode() + b"\n"
+
+
+def _line_of_row(lines: Lines, row: pa.Table) -> bytes:
+    try:
+        with in_step("writing the row"):
+            (record,) = lines.of(row)
+            return _line(record)
+    except Exception as error:
+        logger.exception("a row cannot be written; its line says so")
+        return _line(lines.failed(row, describe(error)))
 
 
 def read_lines(
@@ -231,7 +280,7 @@ class Shards:
                 pq.write_table(pa.concat_tables(tables, promote_options="permissive"), file)
                 return
             for table in tables:
-                file.writelines(line.encode() for line in write_lines(self.lines, table))
+                file.writelines(write_lines(self.lines, table))
 
     def _is_part(self, name: str) -> bool:
         return self._match(name) is not None

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from raymoe.chat.parser import ChatParser
 from raymoe.config import SamplingParams
 from raymoe.engine.outputs import Generation, TokenLogprob
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, in_step
 
 ERROR_COLUMN = "__inference_error__"
 CHOICES_COLUMN = "choices"
@@ -88,13 +88,39 @@ class OutputColumns:
                 "rename or drop them, or set column_prefix for this generator's columns"
             )
 
-    def append(self, table: pa.Table, generations: Sequence[Generation]) -> pa.Table:
-        for field in self.fields:
-            read = _CELLS.get(field.name) or _value_cell(field.name)
-            cells = [read(generation) for generation in generations]
-            named = field.with_name(self.prefix + field.name)
-            table = table.append_column(named, pa.array(cells, type=field.type))
-        return table
+    def append(
+        self, table: pa.Table, generations: Sequence[Generation]
+    ) -> tuple[pa.Table, Sequence[Generation]]:
+        """Return the table with the columns, and the generations that are in them.
+
+        A generation that a column cannot hold, such as one with a lone surrogate in its text, is
+        replaced by an error that names the column.
+        """
+        try:
+            arrays = [_array(field, generations) for field in self.fields]
+        except Exception:
+            generations = [self._fitting(generation) for generation in generations]
+            arrays = [_array(field, generations) for field in self.fields]
+        for field, array in zip(self.fields, arrays, strict=True):
+            table = table.append_column(field.with_name(self.prefix + field.name), array)
+        return table, generations
+
+    def _fitting(self, generation: Generation) -> Generation:
+        num_input_tokens = 0
+        try:
+            for field in self.fields:
+                with in_step(f"filling the column {self.prefix + field.name!r}"):
+                    _array(field, [generation])
+                if field.name == "num_input_tokens":
+                    num_input_tokens = generation.num_input_tokens
+        except Exception as error:
+            return Generation.from_error(error, num_input_tokens)
+        return generation
+
+
+def _array(field: pa.Field, generations: Sequence[Generation]) -> pa.Array:
+    read = _CELLS.get(field.name) or _value_cell(field.name)
+    return pa.array([read(generation) for generation in generations], type=field.type)
 
 
 def logprob_tokens(generation: Generation) -> set[int]:

@@ -34,18 +34,13 @@ from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
-from raymoe.engine.tokenizer import (
-    UNFINISHED,
-    Chat,
-    DecodeError,
-    check_template_kwargs,
-    find_stop,
-)
+from raymoe.engine.tokenizer import UNFINISHED, Chat, check_template_kwargs, find_stop
 from raymoe.errors import (
     ConfigError,
     ExecutionError,
     UnknownOptionError,
-    WorkerProcessError,
+    encodable,
+    in_step,
 )
 from raymoe.specs.files import local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
@@ -261,14 +256,16 @@ class MoEGenerator:
         if self._engine is None:
             raise ExecutionError("this MoEGenerator is closed")
         requests = self._reader.read(batch)
-        generations = self._generate(self._engine, requests)
+        whole, num_found = self._generate(self._engine, requests)
         self._has_finished_a_batch = True
+        parts = self._split(self._engine, requests, whole)
+        if self._has_token_bytes and self._task is None:
+            parts = add_token_bytes(parts, self._engine.token_bytes)
+        table, generations = self._columns.append(batch, parts)
+        self._counts.add(generations, num_found)
         if not self._should_continue_on_error:
             _raise_first_error(generations)
-        generations = self._split(self._engine, requests, generations)
-        if self._has_token_bytes and self._task is None:
-            generations = add_token_bytes(generations, self._engine.token_bytes)
-        return self._columns.append(batch, generations)
+        return table
 
     def close(self) -> None:
         """Stop the engine and free its memory; idempotent.
@@ -331,7 +328,10 @@ class MoEGenerator:
         if batch.num_rows and not self._has_finished_a_batch:
             self._reader.check_schema(batch.schema)
 
-    def _generate(self, engine: "Engine", requests: Sequence[RowRequest]) -> list[Generation]:
+    def _generate(
+        self, engine: "Engine", requests: Sequence[RowRequest]
+    ) -> tuple[list[Generation], int]:
+        """Return the answers, and how many of them an earlier run has left."""
         good = [request for request in requests if not request.error]
         job = self._job
         known = [Found(b"", None)] * len(good) if job is None else job.find(good)
@@ -348,13 +348,12 @@ class MoEGenerator:
             job.flush()
         done = iter([next(fresh) if answer is None else answer for _, answer in known])
         generations = [
-            Generation(finish_reason="error", error=request.error)
+            Generation(finish_reason="error", error=encodable(request.error))
             if request.error
             else _with_column(next(done), request.column)
             for request in requests
         ]
-        self._counts.add(generations, num_found=len(known) - len(missing))
-        return generations
+        return generations, len(known) - len(missing)
 
     def _split(
         self, engine: "Engine", requests: Sequence[RowRequest], generations: list[Generation]
@@ -363,11 +362,21 @@ class MoEGenerator:
         if self._parser == NO_PARSER:
             return generations
         return [
-            split_generation(self._parser, request, generation, engine.decode)
+            self._split_row(engine, request, generation)
             if generation.prompt_end and not generation.error
             else generation
             for request, generation in zip(requests, generations, strict=True)
         ]
+
+    def _split_row(
+        self, engine: "Engine", request: RowRequest, generation: Generation
+    ) -> Generation:
+        try:
+            return split_generation(self._parser, request, generation, engine.decode)
+        except ExecutionError:  # the engine was closed, which is no row's fault
+            raise
+        except Exception as error:
+            return Generation.from_error(error, generation.num_input_tokens)
 
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.
@@ -412,7 +421,8 @@ def split_generation(
     texts: Sequence[str | Exception] = [sample.text for sample in samples]
     if parser.needs_special_tokens:
         params = request.sampling_params
-        texts = [_text_with_marks(sample, params, decode) for sample in samples]
+        with in_step("decoding special tokens"):
+            texts = [_text_with_marks(sample, params, decode) for sample in samples]
     done = []
     for sample, text in zip(samples, texts, strict=True):
         if isinstance(text, Exception):
@@ -436,15 +446,15 @@ def add_token_bytes(
     """Return generations with the bytes of the tokens of their log probabilities."""
     wanted = {token for generation in generations for token in logprob_tokens(generation)}
     try:
-        token_bytes = read(wanted) if wanted else {}
-    except (DecodeError, WorkerProcessError) as error:
-        return [
-            Generation.from_error(error, generation.num_input_tokens)
-            if logprob_tokens(generation)
-            else generation
-            for generation in generations
-        ]
-    return [with_token_bytes(generation, token_bytes) for generation in generations]
+        with in_step("finding the bytes of tokens"):
+            token_bytes = read(wanted) if wanted else {}
+            return [with_token_bytes(generation, token_bytes) for generation in generations]
+    except ExecutionError:  # the engine was closed, which is no row's fault
+        raise
+    except Exception as error:
+        if len(generations) == 1:
+            return [Generation.from_error(error, generations[0].num_input_tokens)]
+    return [one for generation in generations for one in add_token_bytes([generation], read)]
 
 
 def _text_with_marks(sample: Generation, params: SamplingParams, decode: Decode) -> str | Exception:

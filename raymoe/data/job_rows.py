@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,8 @@ from raymoe.engine.tokenizer import Chat
 # Errors that a row causes itself and that are final. Others may be transient, such as those of a
 # process killed from outside or of a broken engine.
 FINAL_ERRORS = frozenset({"ConfigError", "UnknownOptionError", "DecodeError"})
+
+logger = logging.getLogger(__name__)
 
 
 class Leave(Protocol):
@@ -93,9 +96,12 @@ class FinishedRows:
             recorded.set_exception(error)
             return
         generation = future.result()
-        if is_final(generation):
-            self._journal.append(key, generation)
-        leave(is_finished=True)
+        try:
+            if is_final(generation):
+                self._journal.append(key, generation)
+            leave(is_finished=True)
+        except Exception:  # the row has its answer; at worst it is generated again
+            logger.exception("a finished row could not be recorded")
         recorded.set_result(generation)
 
     def _key(self, request: RowRequest) -> bytes:

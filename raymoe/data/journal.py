@@ -378,7 +378,12 @@ class JournalWriter:
     def _write(self, rows: Sequence[Row]) -> None:
         places, records, size = [], [], 0
         for key, generation in rows:
-            payload = encode_generation(generation)
+            try:
+                payload = encode_generation(generation)
+            except Exception:
+                self.num_lost_rows += 1
+                logger.exception("a finished row cannot be written to the journal")
+                continue
             if len(payload) > MAX_PAYLOAD_BYTES:
                 self.num_lost_rows += 1
                 size_text = format_bytes(len(payload))
@@ -596,8 +601,17 @@ def _read_places(
         with _open(path) as file:
             for offset, position in wanted:
                 record = read_record(file, offset)
-                if record.key == keys[position]:
-                    yield position, decode_generation(record.payload)
+                if record.key != keys[position]:
+                    continue
+                try:
+                    generation = decode_generation(record.payload)
+                except Exception as error:  # whole, but of another version, say
+                    logger.warning(
+                        "%s: the row at byte %d cannot be read (%r) and is generated again",
+                        path, offset, error,
+                    )  # fmt: skip
+                    continue
+                yield position, generation
     except (DamagedRecordError, OSError, CheckpointError) as error:
         logger.warning("%s has changed (%s); its rows are generated again", path, error)
 

@@ -12,7 +12,7 @@ from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, output_columns
 from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
-from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -146,8 +146,13 @@ class Processor:
             return row
         if f"{prefix}embedding" in row:
             row[f"{prefix}embeddings"] = row[f"{prefix}embedding"]  # Ray's name
-        result = self.postprocess(row)
-        return {**result, error: ""} if self.should_continue_on_error else result
+        if not self.should_continue_on_error:
+            return self.postprocess(row)
+        try:
+            with in_step("postprocessing the row"):
+                return {**self.postprocess(dict(row)), error: ""}
+        except Exception as problem:
+            return row | {error: describe(problem)}
 
 
 TASKS = ("generate", "embed", "classify", "score")

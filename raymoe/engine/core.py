@@ -21,7 +21,7 @@ from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
-from raymoe.engine.sequence import Bools, DecodeAll, ScheduledStep
+from raymoe.engine.sequence import Bools, DecodeAll, ScheduledStep, decode_each
 from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
@@ -491,7 +491,7 @@ class EngineCore:
                 finders[slot] = finder
             except Exception as error:
                 self._errors[slot] = error
-        decoded = iter(self._decode_all(windows)) if windows else iter(())
+        decoded = iter(decode_each(self._decode_all, windows)) if windows else iter(())
         found: dict[int, str | None] = {}
         for (slot, finder), synchronized, text in zip(
             finders.items(), decoded, decoded, strict=True

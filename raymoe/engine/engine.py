@@ -25,7 +25,7 @@ from raymoe.engine.loading import load_parts
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.runner_loading import EngineParts
-from raymoe.engine.sequence import DecodeAll
+from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
@@ -82,7 +82,8 @@ class Detokenizer:
 
     def _answer(self, requests: Sequence[Request]) -> None:
         wanted = [(request, index) for request in requests for index in request.undecoded]
-        texts = self._decode([request.undecoded[index] for request, index in wanted])
+        sequences = [request.undecoded[index] for request, index in wanted]
+        texts = decode_each(self._decode_all, sequences)
         for (request, index), text in zip(wanted, texts, strict=True):
             generation = request.finished[index]
             assert generation is not None
@@ -93,15 +94,16 @@ class Detokenizer:
             )
         for request in requests:
             try:
-                self._finish(request, request.generation)
+                self._finish(request, _joined(request))
             except BaseException:  # SystemExit, say: other rows wait for this thread
                 logger.exception("a callback of a row's future raised")
 
-    def _decode(self, sequences: Sequence[Sequence[int]]) -> Sequence[str | Exception]:
-        try:
-            return self._decode_all(sequences)
-        except Exception as error:  # the rows say what
-            return [error] * len(sequences)
+
+def _joined(request: Request) -> Generation:
+    try:
+        return request.generation
+    except Exception as error:
+        return Generation.from_error(error, len(request.prompt))
 
 
 class BatchingWindow:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from raymoe.errors import describe
+
 if TYPE_CHECKING:
     from raymoe.chat.tool_calls import ToolCall
     from raymoe.engine.sequence import ScheduledStep
@@ -81,7 +83,7 @@ class Generation:
         return cls(
             finish_reason="error",
             num_input_tokens=num_input_tokens,
-            error=f"{type(error).__name__}: {error}",
+            error=describe(error),
         )
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
+from raymoe.errors import ExecutionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
 
@@ -321,3 +322,18 @@ def _gather_tokens(
 
 
 DecodeAll = Callable[[Sequence[Sequence[int]]], Sequence[str | Exception]]
+
+
+def decode_each(
+    decode_all: DecodeAll, sequences: Sequence[Sequence[int]]
+) -> Sequence[str | Exception]:
+    """Decode at once; if that raises, each alone, so that only its own row ends."""
+    try:
+        texts = decode_all(sequences)
+        if len(texts) == len(sequences):
+            return texts
+        raise ExecutionError(f"{len(sequences)} rows of tokens became {len(texts)} texts")
+    except Exception as error:
+        if len(sequences) <= 1:
+            return [error] * len(sequences)
+    return [text for one in sequences for text in decode_each(decode_all, [one])]

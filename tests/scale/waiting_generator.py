@@ -107,6 +107,6 @@ class InstantGenerator:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Return the table with empty answers."""
-        done = self._columns.append(batch, [Generation(finish_reason="stop")] * batch.num_rows)
+        done, _ = self._columns.append(batch, [Generation(finish_reason="stop")] * batch.num_rows)
         self._log.record(0)
         return done

@@ -356,3 +356,15 @@ def test_an_unknown_parser_is_refused():
         check_reasoning_parser("x")
     with pytest.raises(ConfigError, match="tool_call_parser is 'x'"):
         check_tool_call_parser("x")
+
+
+def test_arguments_with_a_lone_surrogate_keep_its_escape():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800", "b": "\\u00e9"}}</tool_call>'
+    _, (call,) = split_tool_calls("hermes", text, TOOLS)
+    assert call.arguments.encode().isascii()
+    assert json.loads(call.arguments) == {"a": "\ud800", "b": "é"}
+
+
+def test_a_name_with_a_lone_surrogate_is_no_call():
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert split_tool_calls("hermes", text, TOOLS) == (text, ())

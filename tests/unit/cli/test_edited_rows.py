@@ -52,7 +52,7 @@ def answer(source, writer, *, error=""):
     for table in source.tables([*source.schema.names]):
         good = Generation(text="a", token_ids=(1,), num_generated_tokens=1, error=error)
         columns = OutputColumns.of(params, has_choices=source.is_batch)
-        write_part(writer, columns.append(table, [good] * table.num_rows))
+        write_part(writer, columns.append(table, [good] * table.num_rows)[0])
     writer.close()
 
 
@@ -137,7 +137,7 @@ def test_a_row_that_is_in_two_parts_goes_and_is_generated_again(tmp_path, name, 
     first.prepare(resume=False, overwrite=False)
     (table,) = source.tables([*source.schema.names])
     good = Generation(text="a", token_ids=(1,), num_generated_tokens=1)
-    rows = OutputColumns.of(SamplingParams()).append(table, [good] * table.num_rows)
+    rows, _ = OutputColumns.of(SamplingParams()).append(table, [good] * table.num_rows)
     write_part(first, rows.slice(0, 3))
     second = open_writer(location, source, content_columns=COLUMNS, run="0b")
     second.prepare(resume=True, overwrite=False)

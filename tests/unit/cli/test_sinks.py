@@ -11,11 +11,20 @@ import pytest
 from pyarrow import fs
 
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import JsonlWriter, ParquetWriter, TableLines, check_apart, open_writer
+from raymoe.cli.writers import (
+    BatchLines,
+    JsonlWriter,
+    ParquetWriter,
+    TableLines,
+    check_apart,
+    open_writer,
+    write_lines,
+)
 from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns
 from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, RaymoeError
+from raymoe.openai import batch
 from tests.unit.cli.places import PLACES, remote, write_part
 
 TABLE = SimpleNamespace(schema=pa.schema([]), json_columns=frozenset(), is_batch=False)
@@ -155,7 +164,7 @@ def samples(row_id, count):
     table = pa.table({"id": pa.array([row_id], pa.int64())})
     others = tuple(Generation(text=f"{row_id}.{one}") for one in range(1, count))
     generation = Generation(text=f"{row_id}.0", others=others)
-    return OutputColumns.of(params, has_choices=True).append(table, [generation])
+    return OutputColumns.of(params, has_choices=True).append(table, [generation])[0]
 
 
 def texts_in(writer):
@@ -285,3 +294,40 @@ def test_an_output_inside_an_input_directory_is_refused(tmp_path):
     source = make_links(tmp_path)
     with pytest.raises(ConfigError, match="lies in the input directory"):
         apart(tmp_path / "dir" / "out", source, source.parent)
+
+
+def test_a_line_that_cannot_be_written_is_an_error_row_and_the_others_stay(tmp_path):
+    source = SimpleNamespace(
+        schema=pa.schema([]), json_columns=frozenset({"extra"}), is_batch=False
+    )
+    writer = open_writer(Location.local(tmp_path / "a.jsonl"), source)
+    cells = ['{"a": 1}', "no JSON", '{"a": "\\ud800"}', None]
+    finish(writer, rows(1, 2, 3, 4).append_column("extra", pa.array(cells)))
+    good, bad, surrogate, empty = map(json.loads, writer.location.read_bytes().splitlines())
+    assert bad.pop("__inference_error__").startswith("JSONDecodeError: while writing the row: ")
+    assert bad == {"id": 2, "text": "t2", "extra": None}
+    assert good["extra"] == {"a": 1}
+    assert surrogate["extra"] == {"a": "\ud800"}  # as JSON holds it: by its escape
+    assert empty["extra"] is None
+    assert [row["__inference_error__"] for row in (good, surrogate, empty)] == [""] * 3
+    writer.prepare(resume=True, overwrite=False)
+    assert ids_in(writer) == [1, 2, 3, 4]
+
+
+def test_an_answer_that_cannot_become_a_response_is_an_error_response(monkeypatch):
+    ids = ["a", "b", "c"]
+    columns = {"custom_id": ids, "url": ["/v1/completions"] * 3, "model": ["m"] * 3}
+    generations = [Generation(text=name) for name in ids]
+    table, _ = OutputColumns.of(SamplingParams(), has_choices=True).append(
+        pa.table(columns), generations
+    )
+    make = batch._text_choice
+    monkeypatch.setattr(
+        batch, "_text_choice", lambda one, key: make(one, key) if one["text"] != "b" else 1 / 0
+    )
+    first, second, third = map(json.loads, write_lines(BatchLines(), table))
+    assert [line["custom_id"] for line in (first, second, third)] == ids
+    assert second["error"]["code"] == "ZeroDivisionError"
+    assert "while writing the row" in second["error"]["message"]
+    assert first["response"]["body"]["choices"][0]["text"] == "a"
+    assert third["error"] is None

@@ -254,10 +254,40 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_files(tmp_path, full_disk)
     assert journal_files(tmp_path) == []
 
 
-def test_a_row_that_cannot_be_written_fails_the_flush_instead_of_hanging(tmp_path, caplog):
+def test_a_row_that_cannot_be_encoded_costs_no_other_row_its_record(tmp_path, caplog):
     journal = RowJournal(tmp_path)
     journal.append(key_of(0), Generation(text=object()))
-    with pytest.raises(ExecutionError, match="not JSON serializable"):
+    journal.append(key_of(1), row(1))
+    journal.flush()
+    journal.close()
+    assert journal.num_lost_rows == 1
+    assert "cannot be written to the journal" in caplog.text
+    assert RowJournal(tmp_path).find([key_of(0), key_of(1)]) == [None, row(1)]
+
+
+def test_a_record_that_cannot_be_decoded_is_generated_again(tmp_path, monkeypatch, caplog):
+    journal = RowJournal(tmp_path)
+    for number in range(2):
+        journal.append(key_of(number), row(number))
+    journal.close()
+    decode = journals.decode_generation
+    monkeypatch.setattr(
+        journals,
+        "decode_generation",
+        lambda data: {}["new field"] if b"0" in data else decode(data),
+    )
+    opened = RowJournal(tmp_path)
+    found = opened.find([key_of(number) for number in range(2)])
+    opened.close()
+    assert "cannot be read" in caplog.text
+    assert found == [None, row(1)]
+
+
+def test_a_thread_that_fails_ends_the_flush_instead_of_hanging(tmp_path, monkeypatch, caplog):
+    journal = RowJournal(tmp_path)
+    monkeypatch.setattr(journal._writer, "_append_bytes", lambda data: data.no_such_thing)
+    journal.append(key_of(0), row(0))
+    with pytest.raises(ExecutionError, match="no_such_thing"):
         journal.flush()
     journal.close()
 

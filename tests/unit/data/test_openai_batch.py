@@ -173,7 +173,7 @@ def generated(*generations):
     url = "/v1/chat/completions"
     ids = [f"id{index}" for index in range(len(generations))]
     table = pa.table({"custom_id": ids, "url": [url] * len(ids), "model": ["m"] * len(ids)})
-    return OutputColumns.of(SamplingParams(), has_choices=True).append(table, generations)
+    return OutputColumns.of(SamplingParams(), has_choices=True).append(table, generations)[0]
 
 
 def test_a_response_has_all_samples_and_counts_their_tokens():

@@ -22,7 +22,7 @@ def generation(text, *others, **fields):
 def answered(params, *generations, **columns):
     """What the operator returns."""
     defaults = SamplingParams.from_dict(params)
-    return OutputColumns.of(defaults, has_choices=True).append(pa.table(columns), generations)
+    return OutputColumns.of(defaults, has_choices=True).append(pa.table(columns), generations)[0]
 
 
 def test_each_sample_is_a_row_with_the_columns_of_its_row():
