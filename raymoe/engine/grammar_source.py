@@ -207,19 +207,26 @@ def _characters(text: str) -> list[tuple[str, bool]]:
     return characters
 
 
-_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+# What does not end is matched too: else each of its quotes would be tried up to the line's end.
+_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*("?)|/(?!/)(?:\\.|[^/\\\n])+(/?)|//[^\n]*|#[^\n]*')
 _ONLY_LLGUIDANCE = (
     (re.compile(r"%(?!ignore\b|import\b|declare\b)\w+"), "leave the directive out"),
-    (re.compile(r"<[^>\n]*>"), "name texts instead of tokens"),
-    (re.compile(r"(?m)^\s*[?!]?\w+(?:\.-?\d+)?\s*\["), "leave the attributes of the rule out"),
+    (re.compile(r"<[^<>\n]*>"), "name texts instead of tokens"),
+    (re.compile(r"(?m)^[^\S\n]*[?!]?\w+(?:\.-?\d+)?\s*\["), "leave the attributes of the rule out"),
 )
 
 
 def _check_lark(source: str) -> None:
-    rules = _LARK_TEXT.sub('""', source)
+    rules = _LARK_TEXT.sub(_without_text, source)
     for form, advice in _ONLY_LLGUIDANCE:
         if found := form.search(rules):
             raise _malformed(f"{found[0].strip()!r:.60} is not Lark; {advice}")
+
+
+def _without_text(found: re.Match[str]) -> str:
+    if "" in (found[1], found[2]):
+        raise _malformed(f"{found[0]!r:.60} does not end on its line")
+    return '""'
 
 
 def _malformed(problem: str) -> ConfigError:
@@ -515,3 +522,23 @@ def _parts(where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
 
 def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")  # as JSON pointers do
+
+
+def exact_source(kind: str, source: Any) -> str:
+    """Return the JSON schema, regex or Lark grammar that llguidance gets for a row's constraint.
+
+    Args:
+        kind: One of `structured.KINDS`; `source` is the value of that field.
+
+    Raises:
+        ConfigError: It cannot be kept exactly; names the part.
+    """
+    if kind == "json":
+        return exact_schema(source)
+    if kind == "regex":
+        return exact_regex(source)
+    if kind == "choice":
+        return regex_of_choice(tuple(source))
+    if kind == "grammar":
+        return lark_of_grammar(source)
+    return '{"type": "object"}'

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from raymoe.engine.grammar_errors import in_our_words
-from raymoe.engine.grammar_source import exact_regex, exact_schema, lark_of_grammar, regex_of_choice
 from raymoe.engine.outputs import Int32s
 from raymoe.errors import ConfigError, ExecutionError, RaymoeError, WorkerProcessError
 from raymoe.processes import is_runnable, usage_of
@@ -291,26 +290,13 @@ WORD_BITS = 32
 NO_SLOT = -1
 MAX_RETRIES = 3  # while workers end without an answer and no row explains it
 MAX_REFUSED = 4096
+REFUSED = "structured_outputs "  # begins what is refused before llguidance sees it
 
 
 def compile_request(outputs: StructuredOutputs) -> dict[str, Any]:
-    """Return what the worker compiles.
-
-    Raises:
-        ConfigError: The constraint cannot be kept exactly; names the part.
-    """
-    kind, source = outputs.kind, ""
-    if outputs.json is not None:
-        source = exact_schema(outputs.json)
-    elif outputs.regex is not None:
-        source = exact_regex(outputs.regex)
-    elif outputs.choice is not None:
-        source = regex_of_choice(outputs.choice)
-    elif outputs.grammar is not None:
-        source = lark_of_grammar(outputs.grammar)
-    elif outputs.json_object:
-        source = '{"type": "object"}'
-    return {"kind": kind, "source": source, "is_compact": outputs.disable_any_whitespace}
+    """Return what the worker reads and compiles: the text of the row, which only it looks into."""
+    source = getattr(outputs, outputs.kind)
+    return {"kind": outputs.kind, "source": source, "is_compact": outputs.disable_any_whitespace}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +318,12 @@ class MatchLimits:
     token_limit_s: float = 0.005
     max_row_bytes: int = 256 * MIB
     max_memory_bytes: int = 4096 * MIB
+
+
+class _Row(NamedTuple):
+    outputs: StructuredOutputs
+    digest: str
+    tokens: list[int]  # generated
 
 
 @dataclass(slots=True)
@@ -365,7 +357,7 @@ class TokenBitmasks:
         self._server, self._num_slots, self._vocab_size = server, num_slots, vocab_size
         self._limits = limits or MatchLimits()
         self._num_words = ceil_div(vocab_size, WORD_BITS)
-        self._rows: dict[int, tuple[StructuredOutputs, list[int]]] = {}
+        self._rows: dict[int, _Row] = {}
         self._errors: dict[int, RaymoeError] = {}
         self._refused: OrderedDict[str, str] = OrderedDict()
         self._known: set[str] = set()  # digests of what the worker has compiled
@@ -378,9 +370,10 @@ class TokenBitmasks:
 
     def begin(self, slot: int, outputs: StructuredOutputs, tokens: Iterable[int]) -> None:
         """Put a row into a slot, after these generated tokens."""
-        self._rows[slot] = (outputs, [int(token) for token in tokens])
-        if outputs.digest in self._refused:
-            self._errors[slot] = _refusal(outputs, self._refused[outputs.digest])
+        row = _Row(outputs, outputs.digest, [int(token) for token in tokens])
+        self._rows[slot] = row
+        if row.digest in self._refused:
+            self._errors[slot] = _refusal(outputs, self._refused[row.digest])
         else:
             self._news.begun.add(slot)
 
@@ -388,7 +381,7 @@ class TokenBitmasks:
         """Append a token to those of these slots that have structured outputs."""
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if slot in self._rows and slot not in self._errors:
-                self._rows[slot][1].append(token)
+                self._rows[slot].tokens.append(token)
                 if slot not in self._news.begun:
                     self._news.accepted[slot] = token
 
@@ -498,10 +491,10 @@ class TokenBitmasks:
             return  # the slot may have another row by now
         self._news.begun.discard(slot)
         self._news.accepted.pop(slot, None)
-        outputs = self._rows[slot][0]
+        outputs, digest, _ = self._rows[slot]
         self._errors[slot] = _refusal(outputs, problem)
-        if problem.startswith("cannot be used"):  # whatever the tokens are
-            self._refused[outputs.digest] = problem
+        if problem.startswith(("cannot be used", REFUSED)):  # whatever the tokens are
+            self._refused[digest] = problem
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
 
@@ -549,31 +542,28 @@ class TokenBitmasks:
 
     def _tell(self) -> None:
         assert self._worker is not None
-        begun = {}
-        for slot in self._news.begun:
-            try:
-                begun[slot] = compile_request(self._rows[slot][0])
-            except RaymoeError as error:
-                self._errors[slot] = error
         news, self._news = self._news, _News()
-        used = {self._rows[slot][0].digest for slot in self._well()}
+        rows = {slot: self._rows[slot] for slot in self._well()}
+        used = {row.digest for row in rows.values()}
         content = {
             "grammars": {
-                self._rows[slot][0].digest: request
-                for slot, request in begun.items()
-                if self._rows[slot][0].digest not in self._known
+                rows[slot].digest: compile_request(rows[slot].outputs)
+                for slot in news.begun
+                if rows[slot].digest not in self._known
             },
             "forgotten": [digest for digest in self._known if digest not in used],
             "ended": list(news.ended),
-            "begun": [(slot, self._rows[slot][0].digest, self._rows[slot][1]) for slot in begun],
+            "begun": [(slot, rows[slot].digest, rows[slot].tokens) for slot in news.begun],
             "accepted": list(news.accepted.items()),
         }
         self._known = used
-        self._asked = set(begun) | news.accepted.keys() or {NO_SLOT}
+        self._asked = news.begun | news.accepted.keys() or {NO_SLOT}
         self._worker.send(content)
 
 
 def _refusal(outputs: StructuredOutputs, problem: str) -> ConfigError:
+    if problem.startswith(REFUSED):
+        return ConfigError(problem)
     return ConfigError(
         f"structured_outputs has a {outputs.kind} that {in_our_words(outputs, problem)}"
     )

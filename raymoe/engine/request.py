@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
-from raymoe.engine.grammars import check_present, compile_request
+from raymoe.engine.grammars import check_present
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
 from raymoe.engine.tasks.reading import Found, Reading
 from raymoe.engine.tasks.rows import EncodedRow, RowEncoder, TaskOptions, TaskRow
@@ -19,7 +19,6 @@ from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenize
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
-from raymoe.structured import StructuredOutputs
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -276,7 +275,7 @@ class InputProcessor:
         if params.stop_strings:
             params = self._with_stop_tokens(params)
         if params.form is not None:
-            self._check_form(params.form)
+            self._check_can_have_form()
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:
@@ -303,13 +302,12 @@ class InputProcessor:
         added = [token for token in ids if token not in known]
         return dataclasses.replace(params, stop_token_ids=[*known, *added]) if added else params
 
-    def _check_form(self, form: StructuredOutputs) -> None:
+    def _check_can_have_form(self) -> None:
         check_present()
         if not (self._tokenizer.is_present and self._has_eos):
             raise ConfigError(
                 "structured_outputs need a tokenizer and an EOS token, which the model lacks"
             )
-        compile_request(form)
 
     def _room(self, max_tokens: int) -> int:
         context = self._max_context_tokens

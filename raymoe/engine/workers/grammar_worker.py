@@ -1,9 +1,10 @@
 """Compiles grammars and computes token bitmasks: a script of its own process, with llguidance.
 
-A grammar is untrusted text from a row. The first process, the server, loads libraries and
-vocabulary once and forks one worker at a time, which computes the bitmasks of all live rows. The
-kernel ends a worker that exceeds its time or memory, also inside native code; the server then sends
-its exit code to the client, which asks for another worker.
+A grammar is untrusted text from a row: only this process reads it, its translation for llguidance
+included. The first process, the server, loads libraries and vocabulary once and forks one worker at
+a time, which computes the bitmasks of all live rows. The kernel ends a worker that exceeds its time
+or memory, also inside native code; the server then sends its exit code to the client, which asks
+for another worker.
 
 The control socket preserves message boundaries. The server first sends {"error": ""}, or what is
 wrong. Each message to it forks a worker with two descriptors: its pipe and the memory of the
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llguidance.hf
@@ -32,10 +34,14 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import AutoTokenizer
 
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # where the client found the package
+from raymoe.engine.grammar_source import exact_source
+from raymoe.errors import ConfigError
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_ERROR_CHARACTERS = 500
+MAX_ERROR_CHARACTERS, MAX_REFUSAL_CHARACTERS = 500, 2000
 NO_SLOT = -1
 MATCHING, COMPILING = 0, 1
 ENDED = b"\0ended "
@@ -109,7 +115,13 @@ def time_limit(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def grammar_text(kind: str, source: str, *, is_compact: bool) -> str:
+def grammar_text(kind: str, source: Any, *, is_compact: bool) -> str:
+    """Return the grammar for llguidance.
+
+    Raises:
+        ConfigError: It cannot be kept exactly; names the part.
+    """
+    source = exact_source(kind, source)
     if kind in ("json", "json_object"):
         # Without a limit some models write spaces until `max_tokens`.
         spaces = rf"[\x20\x0A\x0D\x09]{{0,{MAX_SPACES}}}"
@@ -213,6 +225,8 @@ class Matchers:
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
+        except ConfigError as refusal:
+            return str(refusal)[:MAX_REFUSAL_CHARACTERS]
         except Exception as problem:
             return f"cannot be used: {reason(problem)}"
         return matcher

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from raymoe.engine import grammar_source
 from raymoe.engine.grammars import GrammarServer, MatchLimits, TokenBitmasks
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
@@ -222,3 +223,32 @@ def test_rows_wait_for_a_server_that_starts_while_others_need_not(tokenizer_dire
     masks.synchronize(None)
     assert "the engine is closed" in str(masks.error(0))
     masks.close()
+
+
+def test_only_the_worker_reads_a_grammar_and_says_what_is_refused(make_masks, monkeypatch):
+    def read_here(*_):
+        raise AssertionError("a grammar was read in the process of the engine")
+
+    for name in ("exact_source", "exact_schema", "exact_regex", "lark_of_grammar"):
+        monkeypatch.setattr(grammar_source, name, read_here)
+    masks = make_masks()
+    refused = {"regex": "(?=a)b"}, {"json": {"contains": {}}}, {"grammar": "root ::= absent"}
+    for slot, options in enumerate(refused):
+        masks.begin(slot, form(**options), [])
+    masks.begin(3, form(regex="ab"), [])
+    assert allowed(masks, 3) == [{ord("a")}]
+    messages = [str(masks.error(slot)) for slot in range(3)]
+    for message, word in zip(messages, ("look-around", "'contains' at #", '"absent"'), strict=True):
+        assert message.startswith("structured_outputs has a ")
+        assert word in message
+    masks.end(0)
+    masks.begin(0, form(**refused[0]), [])  # known by now
+    assert str(masks.error(0)) == messages[0]
+
+
+@pytest.mark.parametrize("source", ["start: a\n" + "\n" * 200_000, '"' + r"\"" * 100_000])
+def test_a_long_grammar_is_read_in_time(make_masks, source):
+    masks = make_masks()
+    masks.begin(0, form(grammar=source), [])
+    masks.synchronize(None)
+    assert "more than" not in str(masks.error(0))  # no limit was reached
