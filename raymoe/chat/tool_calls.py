@@ -1,12 +1,15 @@
-"""Finds tool calls in generated text, by the form that a model family's template defines."""
+"""Finds tool calls in generated text, by the form that a model family's template defines.
+
+Texts come from models, in any length: each is read once, from begin to end.
+"""
 
 # ruff: noqa: RUF001 - marks of DeepSeek
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymoe.errors import ConfigError
 
@@ -76,64 +79,224 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-def _read_tagged(function: str, parameter: str) -> Read:
-    """Return a reader of functions with tagged parameters.
+_SPACES = re.compile(r"\s*")
 
-    Both patterns have two groups: name and body, name and value.
-    """
-    functions, parameters = re.compile(function, re.DOTALL), re.compile(parameter, re.DOTALL)
+
+class _Reader:
+    """Reads a text once from its begin to its end; what is not as expected is malformed."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._place = text, 0
+
+    def at_end(self) -> bool:
+        """Skip white space; return whether it was all that is left."""
+        found = _SPACES.match(self._text, self._place)
+        self._place = self._place if found is None else found.end()
+        return self._place == len(self._text)
+
+    def take(self, mark: str) -> bool:
+        """Skip a mark if it comes next."""
+        is_next = self._text.startswith(mark, self._place)
+        self._place += len(mark) if is_next else 0
+        return is_next
+
+    def expect(self, mark: str) -> None:
+        if not self.take(mark):
+            raise _MalformedError
+
+    def until(self, mark: str) -> str:
+        """Return what comes before a mark, and skip both."""
+        end = self._text.find(mark, self._place)
+        if end < 0:
+            raise _MalformedError
+        text, self._place = self._text[self._place : end], end + len(mark)
+        return text
+
+    def rest(self) -> str:
+        return self._text[self._place :]
+
+
+def _read_calls(read_one: Callable[[_Reader, Types], ToolCall]) -> Read:
+    """Return a reader of one or more calls with nothing but white space around them."""
 
     def read(text: str, types: Types) -> list[ToolCall]:
-        found = list(functions.finditer(text))
-        if not found or functions.sub("", text).strip():
+        reader, calls = _Reader(text), []
+        while not reader.at_end():
+            calls.append(read_one(reader, types))
+        if not calls:
             raise _MalformedError
-        calls = []
-        for one in found:
-            name, body = one[1].strip(), one[2]
-            if parameters.sub("", body).strip():
-                raise _MalformedError
-            schemas = types.get(name, {})
-            values = {key.strip(): value for key, value in parameters.findall(body)}
-            read_values = {key: _value(value, schemas.get(key)) for key, value in values.items()}
-            calls.append(_call(name, read_values))
         return calls
 
     return read
 
 
-def _read_dsml(text: str, _: Types) -> list[ToolCall]:
-    """Read DeepSeek-V3.2's form, whose parameters say themselves whether they are strings."""
-    invoke = r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>'
-    functions = re.findall(invoke, text, re.DOTALL)
-    pattern = r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>'
-    if not functions or re.sub(invoke, "", text, flags=re.DOTALL).strip():
+Tag = tuple[str, str]  # what comes before a name, and the end tag
+
+
+def _tagged(function: Tag, parameter: Tag, after_name: str, *, has_lines: bool) -> Read:
+    """Return a reader of functions with tagged parameters, such as "<function=" name ">".
+
+    Args:
+        has_lines: Whether values stand on lines of their own.
+    """
+
+    def read_one(reader: _Reader, types: Types) -> ToolCall:
+        name = _tag_name(reader, function, after_name)
+        body, values = _Reader(reader.until(function[1])), {}
+        schemas = types.get(name, {})
+        while not body.at_end():
+            key = _tag_name(body, parameter, after_name)
+            value = body.until(parameter[1])
+            if has_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
+            values[key] = _value(value, schemas.get(key))
+        return _call(name, values)
+
+    return _read_calls(read_one)
+
+
+def _tag_name(reader: _Reader, tag: Tag, after: str) -> str:
+    reader.expect(tag[0])
+    name = reader.until(after[0])
+    reader.expect(after[1:])
+    if not name:
         raise _MalformedError
-    calls = []
-    for name, body in functions:
-        values = {}
-        if re.sub(pattern, "", body, flags=re.DOTALL).strip():
+    return name.strip()
+
+
+def _read_glm(text: str, types: Types) -> list[ToolCall]:
+    """Read a name with keys and values after it."""
+    name = text.partition("<")[0]
+    reader, values = _Reader(text.removeprefix(name)), {}
+    if "{" in name:
+        raise _MalformedError
+    schemas = types.get(name.strip(), {})
+    while not reader.at_end():
+        reader.expect("<arg_key>")
+        key = reader.until("</arg_key>").strip()
+        if reader.at_end():
             raise _MalformedError
-        for key, is_text, value in re.findall(pattern, body, re.DOTALL):
-            values[key] = value if is_text == "true" else _value(value, None)
-        calls.append(_call(name, values))
-    return calls
+        reader.expect("<arg_value>")
+        values[key] = _value(reader.until("</arg_value>"), schemas.get(key))
+    return [_call(name, values)]
 
 
-def _read_pairs(pattern: str) -> Read:
-    """Return a reader of name and JSON arguments, each pair as the pattern's two groups."""
-    compiled = re.compile(pattern, re.DOTALL)
-
-    def read(text: str, _: Types) -> list[ToolCall]:
-        found = compiled.findall(text)
-        if not found or compiled.sub("", text).strip():
+def _read_dsml(reader: _Reader, _: Types) -> ToolCall:
+    """Read DeepSeek-V3.2's form, whose parameters say themselves whether they are strings."""
+    name = _tag_name(reader, ('<｜DSML｜invoke name="', ""), '">')
+    body, values = _Reader(reader.until("</｜DSML｜invoke>")), {}
+    while not body.at_end():
+        body.expect('<｜DSML｜parameter name="')
+        key = body.until('"')
+        is_text = body.take(' string="true">')
+        if not key or not (is_text or body.take(' string="false">')):
             raise _MalformedError
-        return [_call(name, arguments) for name, arguments in found]
+        value = body.until("</｜DSML｜parameter>")
+        values[key] = value if is_text else _value(value, None)
+    return _call(name, values)
 
-    return read
+
+def _read_v3(reader: _Reader, _: Types) -> ToolCall:
+    reader.expect("<｜tool▁call▁begin｜>function<｜tool▁sep｜>")
+    name = reader.until("\n")
+    reader.expect("```json\n")
+    return _call(name, reader.until("\n```<｜tool▁call▁end｜>"))
+
+
+def _read_v31(reader: _Reader, _: Types) -> ToolCall:
+    reader.expect("<｜tool▁call▁begin｜>")
+    name, arguments = reader.until("<｜tool▁sep｜>"), reader.until("<｜tool▁call▁end｜>")
+    if "<" in name:
+        raise _MalformedError
+    return _call(name, arguments)
+
+
+def _read_kimi(reader: _Reader, _: Types) -> ToolCall:
+    reader.expect("<|tool_call_begin|>")
+    head = reader.until("<|tool_call_argument_begin|>").strip().removeprefix("functions.")
+    name, number = head.partition(":")[::2]
+    if "<" in name or not number.isdecimal():
+        raise _MalformedError
+    return _call(name, reader.until("<|tool_call_end|>"))
 
 
 def _read_mistral(text: str, types: Types) -> list[ToolCall]:
-    return _read_json(text, types) if text.lstrip().startswith("[") else _mistral_pair(text, types)
+    """Read a list of objects, or a name, an optional id and arguments."""
+    text = text.strip()
+    if text.startswith("["):
+        return _read_json(text, types)
+    head, brace, arguments = text.partition("{")
+    name = head.partition("[")[0]
+    reader = _Reader(head.removeprefix(name))
+    if reader.take("[CALL_ID]") and "[" in reader.rest():
+        reader.until("[")
+        reader.expect("ARGS]")
+    elif "[" in reader.rest():
+        reader.expect("[ARGS]")
+    if len(name.split()) != 1 or not brace:
+        raise _MalformedError
+    return [_call(name, brace + arguments)]
+
+
+def _read_harmony(text: str, _: Types) -> list[ToolCall]:
+    header, arguments = text.partition("<|message|>")[::2]
+    words = header.partition(_RECIPIENT)[2].partition("<")[0].split(maxsplit=1)
+    return [_call(words[0] if words else "", arguments)]
+
+
+class _Block(NamedTuple):
+    begin: int
+    end: int
+    content: str
+
+
+Blocks = Callable[[str], Iterator[_Block]]
+
+
+def _between(begin: str, end: str) -> Blocks:
+    def find(text: str) -> Iterator[_Block]:
+        place = 0
+        while (first := text.find(begin, place)) >= 0:
+            inner = first + len(begin)
+            last = text.find(end, inner)
+            if last < 0:
+                return  # no later begin has an end either
+            place = last + len(end)
+            yield _Block(first, place, text[inner:last])
+
+    return find
+
+
+def _mistral_blocks(text: str) -> Iterator[_Block]:
+    mark = "[TOOL_CALLS]"
+    lead, *contents = text.split(mark)
+    begin = len(lead)
+    for content in contents:
+        end = begin + len(mark) + len(content)
+        yield _Block(begin, end, content)
+        begin = end
+
+
+_START, _CHANNEL, _RECIPIENT = "<|start|>", "<|channel|>", "to=functions."
+_EDGE = re.compile(r"<\|(?:start|end|call)\|>|\Z")
+
+
+def _harmony_blocks(text: str) -> Iterator[_Block]:
+    """Find messages to functions; the recipient stands before or after the channel."""
+    begin, is_started = 0, False
+    for edge in _EDGE.finditer(text):
+        message = text[begin : edge.start()]
+        header, mark, _ = message.partition("<|message|>")
+        recipient = header.find(_RECIPIENT)
+        if mark and recipient >= 0 and _CHANNEL in header:
+            lead = header.rfind(_CHANNEL, 0, recipient)
+            if lead < 0:
+                lead = header.rfind("<", 0, recipient) + 1
+            lead -= len("assistant") * header.endswith("assistant", 0, lead)
+            first = begin + lead - (len(_START) if is_started and not lead else 0)
+            end = edge.start() if edge[0] == _START else edge.end()
+            yield _Block(first, end, message[lead:])
+        begin, is_started = edge.end(), edge[0] == _START
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,72 +304,54 @@ class Form:
     """How a family writes calls.
 
     Attributes:
-        block: Pattern of one block; its group is what `read` gets.
+        blocks: Finds blocks of calls; the content of each is what `read` gets.
         marks: Texts that a template has that defines this form.
     """
 
-    block: re.Pattern[str]
+    blocks: Blocks
     read: Read
     marks: tuple[str, ...]
 
 
-def _form(block: str, read: Read, *marks: str) -> Form:
-    return Form(re.compile(block, re.DOTALL), read, marks)
+def _form(blocks: Blocks, read: Read, *marks: str) -> Form:
+    return Form(blocks, read, marks)
 
 
-_mistral_pair = _read_pairs(r"^\s*([^\[\{\s]+?)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?(\{.*\})\s*$")
-_V3 = r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```<｜tool▁call▁end｜>"
-_V31 = r"<｜tool▁call▁begin｜>([^<]+)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>"
-_KIMI = (
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([^:<]+):\d+\s*<\|tool_call_argument_begin\|>"
-    r"(.*?)<\|tool_call_end\|>"
-)
-_CALLS_OF_DEEPSEEK = r"<｜tool▁calls▁begin｜>(.*?)<｜tool▁calls▁end｜>"
-_CALL = r"<tool_call>(.*?)</tool_call>"
+_CALLS_OF_DEEPSEEK = _between("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_CALL = _between("<tool_call>", "</tool_call>")
 # In the order in which a template is searched: the first whose marks it all has.
 FORMS = {
-    "gpt_oss": _form(
-        r"(?:<\|start\|>)?((?:assistant)?(?:[^<]*to=functions\.[^<]+<\|channel\|>\w+[^<]*"
-        r"|<\|channel\|>\w+ to=functions\.[^<]+)(?:<\|constrain\|>\w+)?<\|message\|>"
-        r"(?:(?!<\|(?:start|call|end)\|>).)*)(?:<\|call\|>|<\|end\|>|$|(?=<\|start\|>))",
-        _read_pairs(r"^.*?to=functions\.([^\s<]+).*?<\|message\|>(.*)$"),
-        "<|channel|>", "to=functions.",
-    ),
+    "gpt_oss": _form(_harmony_blocks, _read_harmony, _CHANNEL, _RECIPIENT),
     "deepseek_v32": _form(
-        r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", _read_dsml, "DSML", "invoke"
+        _between("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        _read_calls(_read_dsml), "DSML", "invoke",
     ),
-    "deepseek_v3": _form(_CALLS_OF_DEEPSEEK, _read_pairs(_V3), "<｜tool▁calls▁begin｜>", "```json"),
-    "deepseek_v31": _form(_CALLS_OF_DEEPSEEK, _read_pairs(_V31), "<｜tool▁calls▁begin｜>"),
+    "deepseek_v3": _form(
+        _CALLS_OF_DEEPSEEK, _read_calls(_read_v3), "<｜tool▁calls▁begin｜>", "```json"
+    ),
+    "deepseek_v31": _form(_CALLS_OF_DEEPSEEK, _read_calls(_read_v31), "<｜tool▁calls▁begin｜>"),
     "kimi_k2": _form(
-        r"<\|tool_calls_section_begin\|>(.*?)<\|tool_calls_section_end\|>",
-        _read_pairs(_KIMI), "<|tool_calls_section_begin|>",
+        _between("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        _read_calls(_read_kimi), "<|tool_calls_section_begin|>",
     ),
     "minimax_m2": _form(
-        r"<minimax:tool_call>(.*?)</minimax:tool_call>",
-        _read_tagged(
-            r'<invoke name="([^"]+)">(.*?)</invoke>', r'<parameter name="([^"]+)">(.*?)</parameter>'
+        _between("<minimax:tool_call>", "</minimax:tool_call>"),
+        _tagged(
+            ('<invoke name="', "</invoke>"), ('<parameter name="', "</parameter>"),
+            '">', has_lines=False,
         ),
         "minimax:tool_call",
     ),
-    "glm45": _form(
-        _CALL,
-        _read_tagged(
-            r"^([^<{]+)(.*)$", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-        ),
-        "<arg_key>", "<tool_call>",
-    ),
+    "glm45": _form(_CALL, _read_glm, "<arg_key>", "<tool_call>"),
     "qwen3_coder": _form(
         _CALL,
-        _read_tagged(
-            r"<function=([^>]+)>(.*?)</function>",
-            r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>",
+        _tagged(
+            ("<function=", "</function>"), ("<parameter=", "</parameter>"), ">", has_lines=True
         ),
         "<function=", "<tool_call>",
     ),
     "hermes": _form(_CALL, _read_json, "<tool_call>"),
-    "mistral": _form(
-        r"\[TOOL_CALLS\]((?:(?!\[TOOL_CALLS\]).)*)", _read_mistral, "[TOOL_CALLS]"
-    ),
+    "mistral": _form(_mistral_blocks, _read_mistral, "[TOOL_CALLS]"),
 }  # fmt: skip
 TOOL_CALL_PARSERS = tuple(FORMS)
 # Their marks are special tokens, which texts usually leave out.
@@ -238,13 +383,13 @@ def split_tool_calls(
     form, types = FORMS[parser], _types(tools)
     calls: list[ToolCall] = []
     kept, end = [], 0
-    for block in form.block.finditer(text):
+    for block in form.blocks(text):
         try:
-            calls += form.read(block[1], types)
+            calls += form.read(block.content, types)
         except _MalformedError:
             continue
-        kept.append(text[end : block.start()])
-        end = block.end()
+        kept.append(text[end : block.begin])
+        end = block.end
     kept.append(text[end:])
     if not calls:
         return text, ()
