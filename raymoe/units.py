@@ -51,7 +51,7 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5GiB") == 3 * GIB // 2
     True
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 192GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -44,7 +44,7 @@ _HELP = (
 def reason_of(error: Exception) -> str:
     """Return the first line of an error, cut where it gets long."""
     text = (str(error) or type(error).__name__).splitlines()[0]
-    text = re.sub(r" \(Request ID: [^)]*\)", "", text)
+    text = re.sub(r" \(Request ID: [^()]*\)", "", text)
     if len(text) <= MAX_REASON_CHARACTERS:
         return text
     return text[: MAX_REASON_CHARACTERS - 3] + "..."

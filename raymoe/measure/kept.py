@@ -83,10 +83,9 @@ def _cpu_model(root: Path) -> str:
 
 
 def _gpu_driver(root: Path) -> str:
-    match = re.search(
-        r"Kernel Module\s+(?:\S+\s+)*?(\d[\d.]+)", _read(root / "proc/driver/nvidia/version")
-    )
-    return match[1] if match else ""
+    version = _read(root / "proc/driver/nvidia/version").partition("Kernel Module")[2]
+    match = re.search(r"(?<!\S)\d[\d.]+", version)
+    return match[0] if match else ""
 
 
 def _read(path: Path) -> str:
