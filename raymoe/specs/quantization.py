@@ -1,7 +1,7 @@
 """Read `quantization_config`; its module patterns are checked before they are compiled.
 
 An accepted pattern consists of names, `.*`, `.+`, digits, character classes and groups without
-repetition, so no module name makes matching slow.
+repetition, and there are few ways to match a name with it, so no module name makes matching slow.
 """
 
 import re
@@ -28,7 +28,8 @@ from raymoe.specs.weight_format import (
     WeightFormat,
 )
 
-MAX_REPETITIONS = 6
+MAX_WAYS, MAX_PATTERN_CHARACTERS = 2_000_000, 100_000
+NAME_CHARACTERS = 100  # of a module, about
 WEIGHTS = ("bf16", "fp8", "int4", "mxfp4", "mxfp8", "nvfp4")  # `quantization_of`
 _UNDERSTOOD = re.compile(
     r"(?: [\w\-/ ] | \.[*+]? | \\\. | \\d\+? | \[[\w\-]+\]\+? | \(\?: | [()|^$] )*", re.VERBOSE
@@ -82,21 +83,52 @@ def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
 
 
 def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
-    num_repetitions = pattern.count("*") + pattern.count("+")
-    if not _UNDERSTOOD.fullmatch(pattern) or num_repetitions > MAX_REPETITIONS:
+    if len(pattern) > MAX_PATTERN_CHARACTERS or not _UNDERSTOOD.fullmatch(pattern):
         raise UnsupportedModelError(
-            f"module pattern {pattern!r} is not understood; supported: names with '.*', '.+', "
-            f"digits, classes and groups, at most {MAX_REPETITIONS} repetitions"
+            f"module pattern {pattern!r:.200} is not understood; supported: names with '.*', '.+', "
+            f"digits, classes and groups, of at most {MAX_PATTERN_CHARACTERS} characters"
+        )
+    if _num_ways(pattern) > MAX_WAYS:
+        raise UnsupportedModelError(
+            f"module pattern {pattern!r:.200} may match a name in more than {MAX_WAYS} ways, which "
+            "takes too long; use at most three '.*', and fewer alternatives one after another"
         )
     if _ONE_EXPERT.search(pattern):
         raise UnsupportedModelError(
-            f"module pattern {pattern!r} names one expert; the experts of a layer must be stored "
-            "in the same format"
+            f"module pattern {pattern!r:.200} names one expert; the experts of a layer must be "
+            "stored in the same format"
         )
     try:
         return re.compile(expression)
-    except re.error as error:
-        raise UnsupportedModelError(f"module pattern {pattern!r}: {error}") from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UnsupportedModelError(f"module pattern {pattern!r:.200}: {error}") from error
+
+
+_TOKEN = re.compile(r"\\d\+?|\\.|\.[*+]|\[[\w\-]+\]\+?|\(\?:|.", re.DOTALL)
+
+
+def _num_ways(pattern: str) -> int:
+    """Return about how often `re` may have to try: it goes back over what repeats or has choices.
+
+    What follows one another multiplies, alternatives add up. A repetition at the end is not tried
+    again.
+    """
+    levels = [(0, 1)]  # of groups: the alternatives before, and the present one
+    for token in _TOKEN.findall(pattern.removesuffix(".*")):
+        others, ways = levels[-1]
+        if token in ("(", "(?:"):
+            levels.append((0, 1))
+            continue
+        if token == "|":
+            levels[-1] = (others + ways, 1)
+        elif token == ")" and len(levels) > 1:
+            levels.pop()
+            before, product = levels[-1]
+            levels[-1] = (before, min(product * (others + ways), MAX_WAYS + 1))
+        elif token.endswith(("*", "+")):
+            repeats = len("100") if token.startswith("\\d") else NAME_CHARACTERS
+            levels[-1] = (others, min(ways * repeats, MAX_WAYS + 1))
+    return max(others + ways for others, ways in levels)
 
 
 Config = Mapping[str, object]

@@ -1,6 +1,7 @@
 """Which matrices a `quantization_config` means, and which configurations are refused."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import (
-    MAX_REPETITIONS,
     Quantization,
     is_matched,
+    name_or_expression,
     parse_quantization,
     prefix_or_suffix,
     wildcard,
@@ -264,6 +265,35 @@ def test_patterns_match_as_in_transformers(pattern: str) -> None:
         assert (prefix_or_suffix(pattern).match(name) is not None) == expected
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "re:" + "(?:a|a)" * 40, "re:" + ".*a" * 6, "re:(.*a|b)(.*a|b)(.*c|d)(.*e|f)(.*g|h)",
+        "re:" + "(" * 5000 + ")" * 5000, "re:" + "a" * 200_000, "re:[a-z]+[a-z]+[a-z]+[a-z]+$",
+    ],
+)  # fmt: skip
+def test_patterns_that_may_take_exponential_time_are_refused(pattern: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="module pattern") as raised:
+        name_or_expression(pattern)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"re:.*\.layers\.(" + "|".join(map(str, range(92))) + r")\.mlp\..*_proj$",
+        r"re:.*self_attn.*|.*router.*|.*mlp.gate$|.*lm_head|.*vision_tower.*|.*norm.*",
+        r"re:model\.layers\.\d+\.mlp\.experts\..*", "re:.*experts.*(gate|up|down)_proj.*",
+    ],
+)  # fmt: skip
+def test_patterns_of_published_kinds_are_linear_on_long_names(pattern: str) -> None:
+    compiled = name_or_expression(pattern)
+    begin = time.process_time()
+    for part in ("model.layers.1.mlp.", "self_attn.", "a", ".", "experts."):
+        compiled.match(part * 40)
+    assert time.process_time() - begin < 2.0  # CPU time; a hostile pattern takes hours
+
+
 def test_wildcards_match_as_in_modelopt() -> None:
     """`fnmatch` on names of modules; a name means what is inside of it too."""
     names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.self_attn.q_proj"]
@@ -357,7 +387,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         (FP8 | {"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
         (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         (FP8 | {"modules_to_not_convert": ["(a+)+$"]}, "not understood"),
-        (FP8 | {"modules_to_not_convert": [".*" * (MAX_REPETITIONS + 1)]}, "not understood"),
+        (FP8 | {"modules_to_not_convert": [".*a" * 4]}, "more than 2000000 ways"),
         (FP8 | {"modules_to_not_convert": ["model.(layers"]}, "model.*layers"),
         (FP8 | {"modules_to_not_convert": ["model.layers.0.mlp.experts.5"]}, "one expert"),
         (FP8 | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
