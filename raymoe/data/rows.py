@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
 from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, describe
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
 
 MAX_SHOWN_CHARACTERS = 60
@@ -235,6 +235,8 @@ class RowReader:
             sampling_params = self._read_params(row.params)
         except RowError as error:
             return dataclasses.replace(request, error=str(error))
+        except Exception as error:  # whatever is in a cell is the row's error
+            return dataclasses.replace(request, error=describe(error))
         return dataclasses.replace(request, prompt=prompt, sampling_params=sampling_params)
 
     def _read_prompt(self, row: "_Row") -> Prompt:

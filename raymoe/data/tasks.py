@@ -20,8 +20,8 @@ from raymoe.data.rows import (
     row_key,
     shown,
 )
-from raymoe.engine.tasks.rows import TaskOptions, check_labels
-from raymoe.errors import ConfigError
+from raymoe.engine.tasks.rows import TaskOptions, check_labels, is_empty
+from raymoe.errors import ConfigError, describe
 
 _PROBABILITIES = pa.list_(pa.struct([("label", pa.string()), ("probability", pa.float32())]))
 _FIELDS = {
@@ -109,7 +109,7 @@ class TaskReader:
         read = []
         for request, *cells in zip(requests, *columns, strict=True):
             continuation, prompt, messages, row_id, problem = cells
-            is_document = messages is None and not isinstance(prompt, BadCell) and not prompt
+            is_document = messages is None and is_empty(prompt)
             if is_document and not problem and not isinstance(row_id, BadCell):
                 request = RowRequest(  # noqa: PLW2901 - the same row, which is a document
                     prompt=[], sampling_params=request.sampling_params,
@@ -126,8 +126,9 @@ class TaskReader:
             if cell is None:
                 raise RowError("ValueError", column, "is null")
             return dataclasses.replace(request, continuations=(read_prompt(cell, column),))
-        except RowError as error:
-            return dataclasses.replace(request, prompt=None, error=str(error))
+        except Exception as error:  # whatever is in a cell is the row's error
+            text = str(error) if isinstance(error, RowError) else describe(error)
+            return dataclasses.replace(request, prompt=None, error=text)
 
     def _with_labels(self, request: RowRequest, cell: Any) -> RowRequest:
         labels = self.options.labels
@@ -142,8 +143,9 @@ class TaskReader:
             except ConfigError as error:
                 reason = f"cannot be used: {shown(str(error), 200)}"
                 raise RowError("ConfigError", self.options.labels_column, reason) from error
-        except RowError as error:
-            return dataclasses.replace(request, prompt=None, error=str(error))
+        except Exception as error:  # whatever is in a cell is the row's error
+            text = str(error) if isinstance(error, RowError) else describe(error)
+            return dataclasses.replace(request, prompt=None, error=text)
         chosen = None if labels is None else tuple(labels)
         return dataclasses.replace(request, continuations=chosen)
 

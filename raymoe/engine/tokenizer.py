@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -291,6 +291,9 @@ REQUEST_LIMIT_S, LIMIT_S_PER_BYTE, LIMIT_S_PER_TOKEN = 5.0, 20e-6, 1e-4
 MAX_BATCH = 256  # texts
 # A queued request waits for at most one such request: characters to encode, tokens to decode.
 MAX_PIECE_CHARACTERS, MAX_BATCH_CHARACTERS, MAX_BATCH_TOKENS = 1 << 16, 1 << 17, 1 << 16
+# Of a token whose tokenizer has no bound: what is longer on average is refused or cut unread.
+MAX_TOKEN_BYTES = 1024
+SHARED_CHARACTERS = 2048  # a longer prompt is encoded once for all that may follow it
 JOINT = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")  # see `Codec._find_joint` in the worker
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 ItemT = TypeVar("ItemT")
@@ -438,6 +441,30 @@ class Tokenizer:
                 results[index] = _result(self._encode_long, text)
         return [_result(self._check_tokens, ids) for ids in results]
 
+    def cut(self, text: Text) -> tuple[Text, str] | None:
+        """Cut a long text near its end where a token border is certain, whatever is appended.
+
+        Returns the begin, to be encoded once, and what is encoded together with what is appended;
+        `join` joins the tokens. None for short texts, and where no border is certain.
+        """
+        self.load()
+        joint = None if self._facts is None else self._facts["joint"]
+        begin = len(text.text) - SHARED_CHARACTERS
+        if joint is None or begin <= 0:
+            return None
+        places = [*JOINT.finditer(text.text, begin)]
+        if not places:
+            return None
+        head = Text(text.text[: places[-1].start()], False, text.room)
+        return head, joint + text.text[places[-1].end() :]
+
+    def join(self, head: Int32s, tail: Int32s, *, has_special: bool) -> Int32s:
+        """Return the tokens of a text that was cut."""
+        assert self._facts is not None
+        ends = (self._facts["prefix"], self._facts["suffix"]) if has_special else ([], [])
+        prefix, suffix = (np.asarray(end, np.int32) for end in ends)
+        return np.concatenate([prefix, head, tail, suffix])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token ids without special tokens.
 
@@ -545,8 +572,9 @@ class Tokenizer:
         self.load()
         assert self._facts is not None
         longest, room = self._facts["longest_token_bytes"], text.room
-        if room.max_tokens is None or room.on_too_long != "error" or longest is None:
+        if room.max_tokens is None or room.on_too_long != "error":
             return text
+        longest = longest or MAX_TOKEN_BYTES
         if num_bytes > room.max_tokens * longest:
             raise ConfigError(
                 f"the prompt has {num_bytes} bytes; at most {room.max_tokens} tokens of up to "
@@ -608,10 +636,14 @@ class Tokenizer:
         joint, room = self._facts["joint"], text.room
         if text.splits_special:  # the joint was found with special tokens
             joint = None
+        is_reversed = room.on_too_long == "truncate_left"
+        if joint is None and room.max_tokens is not None:  # in one piece, so not more than needed
+            longest = self._facts["longest_token_bytes"] or MAX_TOKEN_BYTES
+            kept = 2 * longest * (room.max_tokens + 1)
+            text = replace(text, text=text.text[-kept:] if is_reversed else text.text[:kept])
         pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
         if len(pieces) == 1:
             return _value(_try_all([text], self._encode_batch)[0])
-        is_reversed = room.on_too_long == "truncate_left"
         ends = (self._facts["prefix"], self._facts["suffix"]) if text.has_special else ([], [])
         found = [np.asarray(ends[is_reversed], np.int32)]
         needed = np.inf if room.max_tokens is None else room.max_tokens

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +14,7 @@ import numpy as np
 from raymoe.engine.outputs import Generation, Int32s
 from raymoe.engine.tasks.reading import POOLINGS, Found
 from raymoe.engine.tokenizer import Prompt, Room, Text, Tokenizer
-from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 
 TASKS = ("generate", "score", "classify", "embed")
 NORMALIZATIONS = ("sum", "tokens")
@@ -102,15 +102,40 @@ _OPTIONS_OF = {
 }
 
 
+MAX_LABELS, MAX_LABEL_CHARACTERS = 1024, 4096
+MAX_ROW_TOKENS = 1 << 25  # of all sequences of a row: 128 MiB
+MAX_WINDOWS = 1 << 16  # of a document
+
+
 def check_labels(labels: object) -> tuple[str, ...]:
-    """Two or more different texts; raises ConfigError for anything else."""
-    if isinstance(labels, str) or not isinstance(labels, Sequence):
+    """Two or more different texts, not too many or too long; raises ConfigError for others."""
+    if isinstance(labels, str | bytes) or not isinstance(labels, Sequence):
         raise ConfigError(f"labels is {labels!r:.60}; it takes a list of texts")
+    if len(labels) > MAX_LABELS:
+        raise ConfigError(f"labels has {len(labels)} texts; it takes at most {MAX_LABELS}")
+    for label in labels:
+        if isinstance(label, str) and len(label) > MAX_LABEL_CHARACTERS:
+            raise ConfigError(
+                f"labels has a text of {len(label)} characters, {label!r:.40}...; each takes at "
+                f"most {MAX_LABEL_CHARACTERS}"
+            )
     if not all(isinstance(label, str) and label for label in labels):
         raise ConfigError(f"labels is {list(labels)!r:.60}; each takes a text that is not empty")
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ConfigError(f"labels is {list(labels)!r:.60}; it takes two or more different texts")
+    for label in labels:
+        try:
+            label.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"labels has {label!r:.60}, which is not valid Unicode") from error
     return tuple(labels)
+
+
+def is_empty(prompt: object) -> bool:
+    """Whether there is no prompt: None, or a text, list or array of length 0."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.size == 0
+    return prompt is None or (isinstance(prompt, str | bytes | list | tuple) and not prompt)
 
 
 def check_head(options: TaskOptions | None, head: str) -> None:
@@ -157,6 +182,25 @@ class EncodedRow:
         return [part[0] for part in self.parts]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pieces:
+    """What is encoded of a row.
+
+    Attributes:
+        tails: Each sequence, or its end where there is a head.
+        head: What all sequences begin with, to be encoded once.
+        has_special: Whether the joined sequences get the tokenizer's special tokens.
+    """
+
+    tails: Sequence[Text | Int32s]
+    head: Text | None = None
+    has_special: bool = False
+
+    @property
+    def all(self) -> list[Text | Int32s]:
+        return [*self.tails] if self.head is None else [self.head, *self.tails]
+
+
 class RowEncoder:
     """Tokenizes rows.
 
@@ -177,52 +221,87 @@ class RowEncoder:
             )
 
     def encode(self, rows: Sequence[TaskRow], *, truncates: str) -> list[EncodedRow | Exception]:
-        read: list[list[Text | Int32s] | Exception] = []
+        read: list[_Pieces | Exception] = []
         for row in rows:
             try:
-                read.append(self._read(row))
+                read.append(self._read(row, truncates))
             except Exception as error:  # whatever is wrong with a row is the row's error
                 read.append(error)
-        pieces = [piece for one in read if isinstance(one, list) for piece in one]
-        texts = {piece for piece in pieces if isinstance(piece, Text)}
+        every = [piece for one in read if isinstance(one, _Pieces) for piece in one.all]
+        texts = {piece for piece in every if isinstance(piece, Text)}
         ordered = sorted(texts, key=lambda text: len(text.text))
-        tokens = dict(zip(ordered, self._tokenizer.encode_all(ordered), strict=True))
+        tokens = dict(zip(ordered, self._tokens(ordered), strict=True))
         encoded: list[EncodedRow | Exception] = []
         for row, one in zip(rows, read, strict=True):
             try:
                 if isinstance(one, Exception):
                     raise one
-                found: list[Int32s | Exception] = [
-                    tokens[piece] if isinstance(piece, Text) else piece for piece in one
-                ]
-                encoded.append(self._encode(row, [_value(each) for each in found], truncates))
+                encoded.append(self._encode(row, self._found(one, tokens), truncates))
             except Exception as error:
                 encoded.append(error)
         return encoded
 
-    def _read(self, row: TaskRow) -> list[Text | Int32s]:
+    def _tokens(self, texts: Sequence[Text]) -> list[Int32s | Exception]:
+        try:
+            return self._tokenizer.encode_all(texts)
+        except ExecutionError:  # it was closed, which is no row's fault
+            raise
+        except Exception as error:
+            if len(texts) <= 1:
+                return [error] * len(texts)
+        return [one for text in texts for one in self._tokens([text])]
+
+    def _found(
+        self, pieces: "_Pieces", tokens: Mapping[Text, Int32s | Exception]
+    ) -> Iterator[Int32s]:
+        """Yield the tokens of each sequence, one at a time: together they may be long."""
+
+        def of(piece: Text | Int32s) -> Int32s:
+            return _value(tokens[piece] if isinstance(piece, Text) else piece)
+
+        head = None if pieces.head is None else of(pieces.head)
+        for tail in pieces.tails:
+            if head is None:
+                yield of(tail)
+            else:
+                yield self._tokenizer.join(head, of(tail), has_special=pieces.has_special)
+
+    def _read(self, row: TaskRow, truncates: str) -> "_Pieces":
         """The prompt, then the prompt with each continuation; documents stand alone."""
         if self._options.task == "classify" and self._head == "lm" and row.continuations is None:
             raise ConfigError("the row has no labels, and the model has no classification head")
         if self._options.task == "classify" and self._head == "labels" and row.continuations:
             raise ConfigError("the row has labels, but the model's classification head has its own")
-        has_prompt = row.prompt is not None and not (
-            isinstance(row.prompt, str | list | tuple) and not row.prompt
-        )
         if row.continuations is None:
-            return [self._tokenizer.read(row.prompt, Room())]
-        if not has_prompt:
+            room = Room(max_tokens=self._max_tokens, on_too_long=truncates)
+            return _Pieces(tails=[self._tokenizer.read(row.prompt, room)])
+        if is_empty(row.prompt):
             if self._options.task == "classify":
                 raise ConfigError("the prompt is empty")
-            return [self._tokenizer.read(one, Room()) for one in row.continuations]
-        prompt = self._tokenizer.read(row.prompt, Room())
-        lead = ""
-        if isinstance(prompt, Text):
-            kept = prompt.text.rstrip()
+            return _Pieces(tails=[self._tokenizer.read(one, Room()) for one in row.continuations])
+        # Only the left of a prompt can be cut: what follows it is scored.
+        how = truncates if truncates == "truncate_left" else "error"
+        room = Room(max_tokens=self._max_tokens, on_too_long=how)
+        prompt, lead = self._tokenizer.read(row.prompt, room), ""
+        if isinstance(prompt, Text) and (kept := prompt.text.rstrip()):
             lead = prompt.text[len(kept) :]
-            prompt = dataclasses.replace(prompt, text=kept) if kept else prompt
-            lead = lead if kept else ""
-        return [prompt, *(self._join(prompt, lead, one) for one in row.continuations)]
+            prompt = dataclasses.replace(prompt, text=kept)
+        texts = [one for one in row.continuations if isinstance(one, str) and one]
+        is_cut = isinstance(prompt, Text) and len(texts) == len(row.continuations)
+        found = self._tokenizer.cut(prompt) if is_cut and isinstance(prompt, Text) else None
+        if found is not None and isinstance(prompt, Text):
+            tails = [
+                Text(found[1] + end, False, Room()) for end in ("", *(lead + t for t in texts))
+            ]
+            return _Pieces(tails=tails, head=found[0], has_special=prompt.has_special)
+        whole = prompt if isinstance(prompt, Text) else None
+        if whole is not None and len(whole.text) * len(row.continuations) > MAX_ROW_TOKENS:
+            raise _too_many_tokens(len(row.continuations), f"{len(whole.text)} characters")
+        if whole is not None:
+            prompt = dataclasses.replace(whole, room=Room())
+        return _Pieces(
+            tails=[prompt, *(self._join(prompt, lead, one) for one in row.continuations)]
+        )
 
     def _join(self, prompt: Text | Int32s, lead: str, one: str | Sequence[int]) -> Text | Int32s:
         if isinstance(one, str):
@@ -242,16 +321,19 @@ class RowEncoder:
             prompt = _value(self._tokenizer.encode_all([text])[0])
         return np.concatenate([prompt, ids])
 
-    def _encode(self, row: TaskRow, found: Sequence[Int32s], truncates: str) -> EncodedRow:
-        first = found[0]
+    def _encode(self, row: TaskRow, found: Iterator[Int32s], truncates: str) -> EncodedRow:
+        first = next(found)
         if row.continuations is None:
             tokens = self._fit(first, truncates)
             pooling = self._options.pooling
             return EncodedRow(parts=[(tokens, None, pooling)], num_input_tokens=len(tokens))
-        if len(found) == len(row.continuations):  # documents
+        if is_empty(row.prompt):  # a document
             return EncodedRow(parts=self._windows(first), num_input_tokens=len(first))
+        num_tokens = min(len(first), self._max_tokens) * len(row.continuations)
+        if num_tokens > MAX_ROW_TOKENS:
+            raise _too_many_tokens(len(row.continuations), f"{len(first)} tokens")
         parts: list[Part] = []
-        for whole, one in zip(found[1:], row.continuations, strict=True):
+        for whole, one in zip(found, row.continuations, strict=True):
             num_targets = len(whole) - (
                 len(first) if isinstance(one, str) else len(whole) - len(one)
             )
@@ -262,7 +344,7 @@ class RowEncoder:
             num_targets = min(num_targets, len(whole) - 1)
             tokens = whole[:-1]
             if len(tokens) > self._max_tokens and truncates == "truncate_left":
-                tokens = tokens[-self._max_tokens :]
+                tokens = tokens[-self._max_tokens :].copy()  # not a view of the whole
             if len(tokens) > self._max_tokens or num_targets > len(tokens):
                 raise ConfigError(
                     f"prompt and continuation have {len(whole)} tokens ({num_targets} of the "
@@ -274,7 +356,7 @@ class RowEncoder:
         if self._options.task == "classify":
             labels = tuple(str(one) for one in row.continuations)
         longest = max(len(tokens) for tokens, _, _ in parts) + 1
-        num_input = len(first) if labels else longest
+        num_input = min(len(first), self._max_tokens) if labels else longest
         return EncodedRow(parts=parts, num_input_tokens=num_input, labels=labels)
 
     def _fit(self, tokens: Int32s, truncates: str) -> Int32s:
@@ -294,6 +376,11 @@ class RowEncoder:
                 "the document has one token and nothing before it that could predict it"
             )
         length, stride = self._max_tokens, self._options.stride or max(1, self._max_tokens - 1)
+        if len(document) > stride * MAX_WINDOWS:
+            raise ConfigError(
+                f"the document has {len(document)} tokens, which is more than {MAX_WINDOWS} "
+                f"windows that are {stride} tokens apart: raise stride, or cut the document"
+            )
         parts: list[Part] = []
         scored = 1  # nothing predicts the first token
         for begin in range(0, len(document), stride):
@@ -408,6 +495,13 @@ class RowAnswers:
                 for label, probability in zip(labels, probabilities, strict=True)
             ],
         }
+
+
+def _too_many_tokens(count: int, prompt: str) -> ConfigError:
+    return ConfigError(
+        f"the row has {count} labels or continuations after a prompt of {prompt}; all of them "
+        f"together may have {MAX_ROW_TOKENS}: shorten the prompt, or score fewer"
+    )
 
 
 def _value(result: Int32s | Exception) -> Int32s:
