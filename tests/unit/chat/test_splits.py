@@ -4,6 +4,9 @@
 
 import json
 import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -368,3 +371,58 @@ def test_arguments_with_a_lone_surrogate_keep_its_escape():
 def test_a_name_with_a_lone_surrogate_is_no_call():
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert split_tool_calls("hermes", text, TOOLS) == (text, ())
+
+
+NUM_CHARACTERS = 100_000
+MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|\w+|\s+|[^\w\s]")
+
+
+def hostile_answers(written: str) -> Iterator[str]:
+    """Texts of marks that are repeated, or begun and never ended."""
+    marks = MARK.findall(written)
+    begins = ["".join(marks[:count]) for count in range(1, len(marks))]
+    for part in dict.fromkeys([*marks, *begins, written]):
+        yield part * (NUM_CHARACTERS // len(part))
+    for begin in begins:
+        yield begin + " " * NUM_CHARACTERS
+        yield begin + "[" * NUM_CHARACTERS
+
+
+def assert_quick(work: Callable[[str], object], texts: Iterable[str]) -> None:
+    """Each text takes some ms of CPU time in one pass, and half a minute in quadratic time."""
+    for one in texts:
+        begin = time.process_time()
+        work(one)
+        assert time.process_time() - begin < 2.0, one[:200]
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_hostile_answers_are_read_in_one_pass(parser):
+    written = WRITE[parser]([("f", {"city": "x"})])
+    texts = list(hostile_answers(written))
+    assert_quick(lambda one: split_tool_calls(parser, one, TOOLS), texts[:: len(texts) // 12])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_all_hostile_answers_are_read_in_one_pass(parser):
+    written = WRITE[parser]([("f", {"city": "x"}), ("g", {})])
+    assert_quick(lambda one: split_tool_calls(parser, one, TOOLS), hostile_answers(written))
+    many = WRITE[parser]([("f", {})] * 1000) * 100
+    assert_quick(lambda one: split_tool_calls(parser, one, TOOLS), [many, many[:-3]])
+
+
+@pytest.mark.parametrize("parser", REASONING_PARSERS)
+def test_hostile_reasoning_is_split_in_one_pass(parser):
+    marks = ["<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>", "a", "<|end|>"]
+    if parser != HARMONY:
+        markers = MARKERS[parser]
+        marks = [markers.begin, "a", markers.end, *(markers.answer or ())]
+    texts = list(hostile_answers("".join(marks)))
+    assert_quick(lambda one: split_reasoning(parser, one), texts)
+
+
+def test_thousands_of_calls_are_calls():
+    whole = WRITE["hermes"]([("f", {})]) * 20_000
+    kept, found = split_tool_calls("hermes", whole, TOOLS)
+    assert (kept, len(found)) == ("", 20_000)
