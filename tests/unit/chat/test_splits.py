@@ -389,11 +389,11 @@ def hostile_answers(written: str) -> Iterator[str]:
 
 
 def assert_quick(work: Callable[[str], object], texts: Iterable[str]) -> None:
-    """Each text takes some ms of CPU time in one pass, and half a minute in quadratic time."""
+    """Each text takes some ms of CPU time in one pass, and seconds in quadratic time."""
     for one in texts:
         begin = time.process_time()
         work(one)
-        assert time.process_time() - begin < 2.0, one[:200]
+        assert time.process_time() - begin < 0.5, one[:200]
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
