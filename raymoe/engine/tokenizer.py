@@ -450,7 +450,7 @@ class Tokenizer:
         self.load()
         joint = None if self._facts is None else self._facts["joint"]
         begin = len(text.text) - SHARED_CHARACTERS
-        if joint is None or begin <= 0:
+        if joint is None or text.splits_special or begin <= 0:
             return None
         places = [*JOINT.finditer(text.text, begin)]
         if not places:
