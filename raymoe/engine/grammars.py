@@ -7,6 +7,7 @@ OOM killer, an operator), which is retried: the exit code distinguishes them.
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import mmap
@@ -42,6 +43,7 @@ WORKER = Path(__file__).parent / "workers" / "grammar_worker.py"
 START_LIMIT_S = 300.0  # importing transformers takes long on a busy machine
 STALL_S = 60.0  # longer than most pauses from outside
 CHECK_S = 1.0
+MAX_STARTS, FIRST_PAUSE_S = 5, 0.1  # of a server that is ended while it starts; pauses double
 ENDED = b"\0ended "  # as in `grammar_worker`; JSON never begins so
 # The kernel sends these for limits and faults of the process; all others come from outside.
 OWN_SIGNALS = frozenset(
@@ -167,7 +169,7 @@ class GrammarServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._started: Future[_Started] | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def fork(self, memory: int, timeout_s: float | None = None) -> ForkedProcess | None:
         """Fork a worker; None if the server is still starting after `timeout_s` (None: no limit).
@@ -176,7 +178,7 @@ class GrammarServer:
 
         Raises:
             ExecutionError: The libraries or the vocabulary cannot be loaded.
-            WorkerProcessError: The server was ended from outside while it started.
+            WorkerProcessError: The server was ended from outside each time it started.
         """
         for attempt in range(2):
             try:
@@ -201,7 +203,7 @@ class GrammarServer:
     def close(self) -> None:
         """End all processes, also one that starts; a later `fork` fails."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             started, self._started = self._started, None
             _kill(self._process)
         if started is not None and started.done() and not started.exception():
@@ -209,7 +211,7 @@ class GrammarServer:
 
     def _start(self) -> "Future[_Started]":
         with self._lock:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise ExecutionError("the engine is closed")
             if self._started is not None:
                 if not self._started.done():
@@ -227,16 +229,26 @@ class GrammarServer:
 
     def _start_in(self, started: "Future[_Started]") -> None:
         try:
-            server = self._started_process()
+            server = self._try_to_start()
         except Exception as error:
             started.set_exception(error)
             return
         with self._lock:
-            if not self._is_closed:
+            if not self._closed.is_set():
                 started.set_result(server)
                 return
         server.control.close()
         started.set_exception(ExecutionError("the engine is closed"))
+
+    def _try_to_start(self) -> _Started:
+        for number in itertools.count(1):
+            try:
+                return self._started_process()
+            except WorkerProcessError:
+                if number == MAX_STARTS:
+                    raise
+            self._closed.wait(FIRST_PAUSE_S * 2 ** (number - 1))
+        raise AssertionError
 
     def _started_process(self) -> _Started:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -245,7 +257,7 @@ class GrammarServer:
             # -P: the folder of the script must not precede the standard library.
             command = [sys.executable, "-P", str(WORKER), str(number), json.dumps(self._vocabulary)]
             with self._lock:
-                if self._is_closed:
+                if self._closed.is_set():
                     ours.close()
                     raise ExecutionError("the engine is closed")
                 self._process = process = subprocess.Popen(
@@ -268,7 +280,7 @@ class GrammarServer:
         ours.close()
         _kill(process)
         if problem:
-            raise WorkerProcessError(_ended(problem))
+            raise WorkerProcessError(_ended(f"{problem}, as were {MAX_STARTS} in a row"))
         raise ExecutionError(f"structured_outputs cannot be used: {refusal}")
 
 
@@ -281,8 +293,8 @@ def _kill(process: "subprocess.Popen[bytes] | None") -> None:
 
 def _ended(how: str) -> str:
     return (
-        f"structured_outputs: a process for grammars {how}, as was the one before it, through no "
-        "fault of this row: run it again, and look for what ends or stops processes (memory?)"
+        f"structured_outputs: a process for grammars {how}, through no fault of this row: run it "
+        "again, and look for what ends or stops processes (memory?)"
     )
 
 
@@ -472,6 +484,7 @@ class TokenBitmasks:
             )
             lost = self._well() if slot == NO_SLOT else {slot} - self._news.ended
             self._errors |= dict.fromkeys(lost, WorkerProcessError(reason))
+            self._num_ends = 0  # the rows that are left have had no part in these ends
         self._fork(deadline_s)
 
     def _limit_problem(self, *, is_compiling: bool) -> str:
@@ -519,10 +532,7 @@ class TokenBitmasks:
         self._news = _News(begun=self._well())
         try:
             self._worker = self._server.fork(self._descriptor, _left_s(deadline_s))
-        except WorkerProcessError as error:
-            self._replace(error, deadline_s)
-            return True
-        except ExecutionError as error:
+        except (ExecutionError, WorkerProcessError) as error:
             self._errors |= dict.fromkeys(self._well(), error)
             self._news = _News()
             return True

@@ -373,13 +373,18 @@ class Tokenizer:
         return self._encoder is not None
 
     def load(self) -> None:
-        """Wait until the tokenizer is loaded; raises `CheckpointError` if it cannot be."""
+        """Wait until the tokenizer is loaded.
+
+        Raises:
+            CheckpointError: It cannot be.
+            WorkerProcessError: Its process was ended from outside, again and again.
+        """
         with self._lock:
             if self._facts is not None or self._encoder is None:
                 return
             try:
                 facts, backend = self._encoder.load()
-            except (ConfigError, WorkerProcessError) as error:
+            except ConfigError as error:
                 raise CheckpointError(
                     f"the tokenizer in {self.directory} cannot be loaded: {error}"
                 ) from error

@@ -3,7 +3,8 @@
 A request that exceeds its CPU time or memory, or that makes the process end itself twice, fails its
 row with a `ConfigError`, which is final. If the process is killed or stopped from outside, the
 request is retried once in a new process; if that one is ended too, the row gets a
-`WorkerProcessError`, which is not final.
+`WorkerProcessError`, which is not final. A process that ends before it is ready has not seen the
+request and costs it no try; after `MAX_STARTS` of them the row gets a `WorkerProcessError`, too.
 """
 
 import functools
@@ -27,6 +28,10 @@ POLL_S = 0.5
 # A process that waits for this many polls without any CPU time is stopped, not starved. Counts
 # polls, because the clock goes on while this process itself is stopped.
 MAX_IDLE_POLLS = 60
+# Processes that one request starts. Pauses between them double, because memory that is short now
+# may be there in a second.
+MAX_STARTS, FIRST_PAUSE_S = 5, 0.1
+MAX_OWN_ENDS = 2  # while it starts: what ends it then is the same each time
 REAP_S = 5.0
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
@@ -112,14 +117,15 @@ class WorkerProcess:
 
     def load(self) -> Frame:
         """Wait until the process is ready and return its facts; raises as `ask` does."""
-        return self._persist(lambda: self._facts or ({}, b""), num_tries=2)
+        return self._persist(lambda: self._facts or ({}, b""), num_tries=1)
 
     def ask(
         self, message: Message, blob: bytes = b"", *, cpu_s: float, num_tries: int = 2
     ) -> Frame:
         """Send a request and return the answer.
 
-        `num_tries` is the number of processes that the request may end.
+        `num_tries` is the number of processes that the request may end; those that end before they
+        are ready do not count.
 
         Raises:
             ConfigError: The request failed, or exceeded a limit.
@@ -146,33 +152,52 @@ class WorkerProcess:
             self._stop()
 
     def _persist(self, work: Callable[[], Frame], num_tries: int) -> Frame:
-        ends: list[_EndedError] = []
+        starts: list[_EndedError] = []  # of processes that were never ready
+        ends: list[_EndedError] = []  # during the request
         with self._turns:
             while True:
+                is_ready = False
                 try:
                     self._run()
                     self._finish_loading()
+                    is_ready = True
                     return work()
                 except _EndedError as end:
                     self._stop()
                     if self._closed.is_set():
                         raise ExecutionError(f"{self._what} is closed") from end
-                    ends.append(end)
-                    if end.is_final or len(ends) == num_tries:
+                    if end.is_final:
+                        raise ConfigError(f"{self._what} {end}") from end
+                    (ends if is_ready else starts).append(end)
+                    if len(ends) == num_tries:
                         raise self._verdict(ends) from end
+                    num_own = sum(one.is_own for one in starts)
+                    if len(starts) == MAX_STARTS or num_own == MAX_OWN_ENDS:
+                        raise self._start_verdict(starts) from end
+                    if not is_ready:
+                        self._closed.wait(FIRST_PAUSE_S * 2 ** (len(starts) - 1))
                 except BaseException:
                     self._stop()  # an interrupt leaves an answer in the socket
                     raise
 
     def _verdict(self, ends: list[_EndedError]) -> Exception:
-        if ends[-1].is_final:
-            return ConfigError(f"{self._what} {ends[-1]}")
         if all(end.is_own for end in ends):
-            return ConfigError(
-                f"{self._what}'s process {ends[-1]}, perhaps for lack of memory: it may have "
-                f"{self._memory_bytes >> 20} MiB"
-            )
+            return self._own_end(ends[-1])
         return WorkerProcessError(f"{self._what}'s process {ends[-1]}; try the row again")
+
+    def _start_verdict(self, starts: list[_EndedError]) -> Exception:
+        if starts[-1].is_own:
+            return self._own_end(starts[-1])
+        return WorkerProcessError(
+            f"{self._what}'s process {starts[-1]} while it started, as were {len(starts)} in a "
+            "row: look for what ends processes (is memory short?), and try the row again"
+        )
+
+    def _own_end(self, end: _EndedError) -> ConfigError:
+        return ConfigError(
+            f"{self._what}'s process {end}, perhaps for lack of memory: it may have "
+            f"{self._memory_bytes >> 20} MiB"
+        )
 
     def _run(self) -> None:
         if self._closed.is_set() or self._problem:

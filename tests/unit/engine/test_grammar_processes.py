@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from raymoe.data.job_rows import is_final
 from raymoe.engine.engine import Engine
-from raymoe.engine.grammars import MAX_RETRIES, GrammarServer, TokenBitmasks
+from raymoe.engine.grammars import MAX_RETRIES, MAX_STARTS, GrammarServer, TokenBitmasks
 from raymoe.errors import WorkerProcessError
 from raymoe.processes import usage_of
 from raymoe.structured import StructuredOutputs
@@ -92,6 +93,38 @@ def test_the_server_is_replaced_also_while_it_starts(server, masks, monkeypatch)
     server._process.kill()
     assert allowed(masks, 0) == {ord("c"), ord("d")}
     assert len(pids) == 2  # what it forked ended with it
+
+
+@pytest.mark.parametrize(
+    "num_kills", [MAX_STARTS - 1, pytest.param(MAX_STARTS, marks=pytest.mark.slow)]
+)
+def test_a_server_that_is_killed_while_it_starts_costs_no_row_its_try(
+    tokenizer_directory, monkeypatch, num_kills
+):
+    monkeypatch.setattr("raymoe.engine.grammars.FIRST_PAUSE_S", 0.001)
+    server = GrammarServer(tokenizer_directory, VOCAB_SIZE, (EOS,))
+    masks = TokenBitmasks(server, 4, VOCAB_SIZE)
+    popen, started = subprocess.Popen, []
+
+    def start(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        if len(started) <= num_kills:
+            started[-1].kill()
+        return started[-1]
+
+    monkeypatch.setattr("raymoe.engine.grammars.subprocess.Popen", start)
+    masks.begin(0, SMALL, b"a")
+    if num_kills < MAX_STARTS:
+        assert allowed(masks, 0) == {ord("b")}
+    else:
+        masks.synchronize(None)
+        assert isinstance(masks.error(0), WorkerProcessError)
+        assert "while it started, as were 5 in a row" in str(masks.error(0))
+        masks.end(0)
+        masks.begin(0, SMALL, b"a")
+        assert allowed(masks, 0) == {ord("b")}
+    masks.close()
+    server.close()
 
 
 def test_a_row_in_work_is_not_blamed_for_a_kill(masks, monkeypatch):

@@ -21,6 +21,10 @@ import os, pathlib, signal, time
 def start(settings, blob):
     if settings["refuses"]:
         raise ValueError("cannot load this")
+    for flag in settings["flags"]:  # each ends one process
+        if pathlib.Path(flag).exists():
+            pathlib.Path(flag).unlink()
+            os.kill(os.getpid(), getattr(signal, settings["signal"]))
 
     def answer(message, data):
         kind = message["kind"]
@@ -46,15 +50,19 @@ def start(settings, blob):
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "FIRST_PAUSE_S", 0.001)
     (tmp_path / "role.py").write_text(ROLE)
     workers = []
 
-    def make_one(*, refuses=False) -> WorkerProcess:
+    def make_one(*, refuses=False, num_ends=0, signal="SIGKILL") -> WorkerProcess:
+        flags = [tmp_path / f"end-{number}" for number in range(num_ends)]
+        for flag in flags:
+            flag.touch()
         workers.append(
             WorkerProcess(
                 tmp_path / "role.py",
-                {"refuses": refuses},
+                {"refuses": refuses, "flags": [*map(str, flags)], "signal": signal},
                 b"settings",
                 what="the test",
                 load_cpu_s=20.0,
@@ -136,6 +144,36 @@ def test_a_process_that_was_killed_while_idle_costs_no_try(make):
     assert ask(worker, "echo", data=b"2", num_tries=1)[1] == b"2"
 
 
+@pytest.mark.parametrize("is_ready", [False, True], ids=["the first", "a later one"])
+def test_processes_that_are_killed_while_they_start_cost_no_try(make, tmp_path, is_ready):
+    num_ends = process.MAX_STARTS - 1
+    worker = make(num_ends=0 if is_ready else num_ends)
+    if is_ready:
+        worker._settings[0]["flags"] = [str(tmp_path / f"end-{n}") for n in range(num_ends)]
+        worker.load()
+        for flag in worker._settings[0]["flags"]:
+            Path(flag).touch()
+        os.kill(pid_of(worker), signal.SIGKILL)
+        worker._process.wait()
+    assert ask(worker, "echo", data=b"1", num_tries=1)[1] == b"1"
+    assert not [*tmp_path.glob("end-*")]
+
+
+def test_a_process_that_never_starts_says_so_and_a_later_request_may_succeed(make, tmp_path):
+    worker = make(num_ends=process.MAX_STARTS)
+    said = "was ended by SIGKILL while it started, as were 5 in a row.*is memory short"
+    with pytest.raises(WorkerProcessError, match=said):
+        ask(worker, "echo")
+    assert not [*tmp_path.glob("end-*")]
+    assert ask(worker, "echo", data=b"1")[1] == b"1"
+
+
+def test_a_process_that_crashes_twice_while_it_starts_is_not_started_for_ever(make, tmp_path):
+    with pytest.raises(ConfigError, match="was ended by SIGABRT, perhaps for lack of memory"):
+        ask(make(num_ends=4, signal="SIGABRT"), "echo")
+    assert len([*tmp_path.glob("end-*")]) == 2
+
+
 def test_a_stopped_process_is_replaced(make, monkeypatch):
     start_now(monkeypatch)
     worker = make()
@@ -196,7 +234,7 @@ def test_the_process_ends_with_its_parent(make, tmp_path):
 import pathlib, time
 from raymoe.engine.workers.process import WorkerProcess
 worker = WorkerProcess(
-    pathlib.Path({str(tmp_path)!r}) / "role.py", {{"refuses": False}},
+    pathlib.Path({str(tmp_path)!r}) / "role.py", {{"refuses": False, "flags": []}},
     what="it", load_cpu_s=20.0, memory_bytes=1 << 28,
 )
 print(worker.load()[0]["pid"], flush=True)
