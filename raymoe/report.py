@@ -1,8 +1,8 @@
 """Make a self-contained HTML page about a job from its status files."""
 
 import dataclasses
+import os
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ from raymoe.data.status import (
     manifests_beside,
     read_status,
 )
-from raymoe.errors import ConfigError
+from raymoe.errors import CheckpointError, ConfigError
 from raymoe.plan.draw import STYLE, Colour, Scale, draw_operations
 from raymoe.safe_text import harmless
 from raymoe.schedule.draw import draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
+from raymoe.specs.files import PRIVATE_FILE, kind_problem, open_regular, write_file
 from raymoe.status_view import ActorView, JobView, measured_over_predicted
 from raymoe.units import format_seconds
 
@@ -144,9 +145,9 @@ def picture(svg: str) -> str:
 
 def is_report(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, follows_links=True), "rb") as file:
             return MARK.encode() in file.read(200)
-    except OSError:
+    except (OSError, CheckpointError):
         return False
 
 
@@ -338,10 +339,11 @@ def _shifted(points: list[tuple[float, float]], start_s: float) -> tuple[tuple[f
 
 
 MAX_MESSAGES = 20
+NO_SAMPLES = "may quote rows: raymoe status shows it, and so does raymoe report --samples"
 NOTHING = "-"
 
 
-def summary(view: JobView) -> str:
+def summary(view: JobView, *, has_samples: bool) -> str:
     job = view.job
     total = f" of {job.total_rows:,}" if job is not None else ""
     kind = "out" if view.task == GENERATE else "in"
@@ -360,21 +362,25 @@ def summary(view: JobView) -> str:
         entries.append(("cost", f"{view.cost:.3g}"))
     if view.cost_per_million_tokens is not None:
         entries.append((f"cost per million tokens {kind}", f"{view.cost_per_million_tokens:.3g}"))
-    notes = [paragraph(f"{view.state}: {job.reason}")] if job is not None and job.reason else []
+    reason = "" if job is None else _reason(job.reason, has_samples=has_samples)
+    notes = [paragraph(f"{view.state}: {reason}")] if reason else []
     return section("Summary", *notes, numbers(entries))
 
 
-def errors(view: JobView) -> str:
+def _reason(text: str, *, has_samples: bool) -> str:
+    return text if has_samples or not text else f"the reason {NO_SAMPLES}"
+
+
+def errors(view: JobView, *, has_samples: bool) -> str:
     said = chain.from_iterable(one.status.rows.messages for one in view.actors)
     messages = list(dict.fromkeys(said))
     if not (view.errors or messages):
         return ""
-    return section(
-        "Error rows",
-        table(("kind", "rows"), [(kind, f"{count:,}") for kind, count in view.errors]),
-        heading("What the first of them said"),
-        numbered(messages[:MAX_MESSAGES]),
-    )
+    kinds = table(("kind", "rows"), [(kind, f"{count:,}") for kind, count in view.errors])
+    if not has_samples:
+        return section("Error rows", kinds, paragraph(f"What they said {NO_SAMPLES}."))
+    quoted = numbered(messages[:MAX_MESSAGES])
+    return section("Error rows", kinds, heading("What the first of them said"), quoted)
 
 
 def accuracy(view: JobView) -> str:
@@ -415,14 +421,14 @@ def roofline(view: JobView) -> str:
     return section("Roofline", picture(draw_operations(record.hardware, operations, title=title)))
 
 
-def actors(view: JobView) -> str:
+def actors(view: JobView, *, has_samples: bool) -> str:
     header = (
         "actor", "node", "state", "rows", "error rows", "from the journal", "tokens in",
         "tokens out", "preemptions", "measured / predicted",
     )  # fmt: skip
     rows = [_actor_row(actor) for actor in view.actors]
     reasons = [
-        f"{actor.status.actor}: {actor.status.reason}"
+        f"{actor.status.actor}: {_reason(actor.status.reason, has_samples=has_samples)}"
         for actor in view.actors
         if actor.status.reason
     ]
@@ -495,29 +501,36 @@ def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
     )
 
 
-def write_report(status_dir: Path, path: Path) -> None:
-    """Write a job's report atomically; raises ConfigError rather than replace another file."""
+def write_report(status_dir: Path, path: Path, *, has_samples: bool = False) -> None:
+    """Write a job's report whole, for this user alone.
+
+    Args:
+        has_samples: Quote what error rows said, which has parts of their cells.
+
+    Raises:
+        ConfigError: There is another file.
+    """
     if path.exists() and not is_report(path):
-        raise ConfigError(f"{path} is there and no report of raymoe; choose another file")
+        what = kind_problem(path, follows_links=True) or "is there and no report of raymoe"
+        raise ConfigError(f"{path} {what}; choose another file")
     view = JobView.of(read_status(status_dir), time.time())
     name = status_dir.name.removesuffix(SUFFIX)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.write_text(make_report(view, name, find_manifest(status_dir)), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    manifest = find_manifest(status_dir)
+    page_text = make_report(view, name, manifest, has_samples=has_samples)
+    write_file(path, page_text, mode=PRIVATE_FILE)
 
 
-def make_report(view: JobView, name: str, manifest: Manifest | None = None) -> str:
+def make_report(
+    view: JobView, name: str, manifest: Manifest | None = None, *, has_samples: bool = False
+) -> str:
     """The HTML page of a job; `manifest` is what its tokens depend on."""
     parts = (
-        summary(view),
-        errors(view),
+        summary(view, has_samples=has_samples),
+        errors(view, has_samples=has_samples),
         pictures(view),
         accuracy(view),
         roofline(view),
-        actors(view),
+        actors(view, has_samples=has_samples),
         settings(view, manifest),
     )
     return page(f"raymoe: {name}", when(view), filter(None, parts))

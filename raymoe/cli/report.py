@@ -19,16 +19,23 @@ def run(
     output: Annotated[
         Path | None, typer.Option(help="HTML file; by default beside the output.")
     ] = None,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples",
+            help="Quote what error rows and failed actors said, which has parts of cells.",
+        ),
+    ] = False,
 ) -> None:
     """Write a page with pictures of a job, while it runs or after it.
 
-    The page is one file that loads nothing: rows, rates, errors, predicted and measured, a typical
-    pass, the roofline, actors, settings.
+    The page is one file that loads nothing and that only this user may read: rows, rates, errors,
+    predicted and measured, a typical step, the roofline, actors, settings.
     """
     directory = find_status(job)
     path = output or report_beside(directory)
     try:
-        write_report(directory, path)
+        write_report(directory, path, has_samples=samples)
     except OSError as error:
         raise ExecutionError(f"{path} cannot be written: {error.strerror}") from error
     typer.echo(harmless(str(path)))

@@ -39,9 +39,10 @@ from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.quarantine import in_flight_files
 from raymoe.data.status import check_status, clear_status, report_beside, status_beside
-from raymoe.errors import ConfigError, ExecutionError, RaymoeError
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError, RaymoeError
 from raymoe.openai.batch import request_digest
 from raymoe.report import is_report
+from raymoe.specs.files import from_plain, open_regular
 from raymoe.units import format_bytes
 
 HEARTBEAT_S, STALE_S, READ_BACK_S = 10.0, 60.0, 1.0
@@ -132,7 +133,10 @@ class Lease:
             )
 
     def _lock_file(self, path: Path) -> int:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT, mode=0o644)
+        except (OSError, CheckpointError) as error:
+            raise ConfigError(f"the lease of --output cannot be taken: {error}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -185,10 +189,11 @@ class Lease:
     def _read(self) -> Holder | None:
         if not self._file.exists():
             return None
+        with self._file.explained("read"):
+            data = self._file.read_bytes()
         try:
-            with self._file.explained("read"):
-                return Holder(**json.loads(self._file.read_bytes()))
-        except (ValueError, TypeError):
+            return from_plain(Holder, json.loads(data), where=str(self._file))
+        except (ValueError, RecursionError):  # torn, or of another raymoe
             return None
 
     def _write(self, holder: Holder) -> None:
@@ -350,7 +355,7 @@ class ResumeState:
 
     def _write_manifest(self, manifest: Manifest) -> None:
         # The first file of a job: what cannot be written now is wrong, not away.
-        with self.manifest.replacing(retry_after_s=()) as file:
+        with self.manifest.replacing(retry_after_s=(), is_private=True) as file:
             file.write(manifests.as_bytes(manifest))
 
     def _check_ours(self) -> None:

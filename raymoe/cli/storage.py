@@ -18,8 +18,9 @@ import pyarrow as pa
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
-from raymoe.data.journal import sync_directory
+from raymoe.data.journal import open_private, sync_directory
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.specs.files import kind_problem
 
 MAX_REASON_CHARACTERS = 400
 
@@ -255,14 +256,22 @@ class Location:
 
     def open_file(self) -> Any:
         """Open for reading at any place: an Arrow file."""
+        self._check_regular()
         return self.filesystem.open_input_file(self.path)
 
     def open_lines(self) -> io.BufferedReader:
+        self._check_regular()
         return io.BufferedReader(self.filesystem.open_input_stream(self.path), BUFFER_BYTES)
 
     def read_bytes(self) -> bytes:
         with self.open_file() as file:
             return cast("bytes", file.readall())
+
+    def _check_regular(self) -> None:
+        # Arrow would wait for the other end of a pipe.
+        problem = kind_problem(self.local_path, follows_links=True) if self.is_local else ""
+        if problem:
+            raise ConfigError(f"{self} {problem}").at(path=self)
 
     def delete(self) -> None:
         with self.explained("deleted"):
@@ -280,19 +289,22 @@ class Location:
                 self.filesystem.create_dir(self.path, recursive=True)
 
     @contextlib.contextmanager
-    def replacing(self, retry_after_s: Sequence[float] = RETRY_AFTER_S) -> Iterator[IO[bytes]]:
+    def replacing(
+        self, retry_after_s: Sequence[float] = RETRY_AFTER_S, *, is_private: bool = False
+    ) -> Iterator[IO[bytes]]:
         """Yield a file to write: its content is here, whole and safe, when the block has ended.
 
         Nothing changes here when the block raises.
 
         Args:
             retry_after_s: Of a store that is away, how long to wait before each further try.
+            is_private: A local file is for its user alone.
 
         Raises:
             ExecutionError: The content cannot be sent.
         """
         if self.is_local:
-            with _replacing_local(self.local_path) as file:
+            with _replacing_local(self.local_path, is_private=is_private) as file:
                 yield file
             return
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
@@ -369,11 +381,12 @@ def _from_start(file: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _replacing_local(path: Path) -> Iterator[IO[bytes]]:
+def _replacing_local(path: Path, *, is_private: bool) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("xb") as file:  # not through a link that somebody put there
+        # "x": not through a link that somebody put there.
+        with open(temporary, "xb", opener=open_private if is_private else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

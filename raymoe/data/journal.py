@@ -25,10 +25,8 @@ import numpy.typing as npt
 
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
-from raymoe.specs.files import open_regular
+from raymoe.specs.files import PRIVATE_DIRECTORY, PRIVATE_FILE, open_regular
 from raymoe.units import MIB, format_bytes
-
-PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 
 
 def open_private(path: str | Path, flags: int) -> int:

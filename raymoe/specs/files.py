@@ -1,15 +1,17 @@
-"""Open files of an untrusted model directory, and convert plain data to and from JSON."""
+"""Open files that others may have put there, and convert plain data to and from JSON."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import stat
 import types
+import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
 from raymoe.safe_text import nesting_problem
@@ -50,11 +52,11 @@ def read_chat_template(directory: Path) -> str:
     """
     files = chat_template_files(directory)
     if files:
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+        return "\n".join(read_file(path).decode(errors="replace") for path in files)
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return ""
-    found = parse_json_object(path.read_bytes(), where=str(path)).get("chat_template")
+    found = parse_json_object(read_file(path), where=str(path)).get("chat_template")
     if isinstance(found, list):
         templates = [one.get("template") for one in found if isinstance(one, dict)]
     else:
@@ -104,8 +106,7 @@ def _resolve(path: Path, allowed: Path) -> Path:
         mode = real.stat().st_mode
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path}: not a regular file")
+    _check_regular(path, mode)
     return real
 
 
@@ -114,13 +115,138 @@ def _allowed_root(root: Path) -> Path:
     return root.parent.parent if is_snapshot else root
 
 
-def open_regular(path: Path) -> int:
-    """Open a resolved path, which must be a regular file; the caller closes the descriptor."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+_KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
+
+
+def kind_problem(path: Path, *, follows_links: bool = False) -> str:
+    """Return what is at a path instead of a file, such as "is a pipe, not a file"; else ""."""
+    try:
+        mode = path.stat(follow_symlinks=follows_links).st_mode
+    except OSError:
+        return ""
+    return _kind_problem(mode)
+
+
+def _kind_problem(mode: int) -> str:
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return "" if stat.S_ISREG(mode) else f"is {kind}, not a file"
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    problem = _kind_problem(mode)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+
+
+def open_regular(
+    path: Path, flags: int = os.O_RDONLY, *, mode: int = PRIVATE_FILE, follows_links: bool = False
+) -> int:
+    """Open what must be a regular file; the caller closes the descriptor.
+
+    It never waits: opening a pipe would, until somebody opens its other end. A device is not even
+    opened, as that alone may do something.
+
+    Raises:
+        CheckpointError: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, path.stat(follow_symlinks=follows_links).st_mode)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags, mode)
+    try:
+        _check_regular(path, os.fstat(descriptor).st_mode)
+    except CheckpointError:
         os.close(descriptor)
-        raise CheckpointError(f"{path}: not a regular file")
+        raise
     return descriptor
+
+
+def read_file(path: Path, *, what: str = "", max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return what a regular file, or what a link to one, holds; `what` names it in errors.
+
+    Raises:
+        ConfigError: It cannot be read, is no regular file, or is too large.
+    """
+    name = f"{what} {path}".strip()
+    try:
+        problem = kind_problem(path, follows_links=True)
+        if problem:
+            raise ConfigError(f"{name} {problem}").at(path=path)
+        with open(open_regular(path, follows_links=True), "rb") as file:
+            content = file.read(max_bytes + 1)
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "its name cannot be one of a file"
+        raise ConfigError(f"{name}: cannot be read ({reason})").at(path=path) from error
+    if len(content) > max_bytes:
+        raise ConfigError(f"{name}: larger than {format_bytes(max_bytes)}, refused").at(path=path)
+    return content
+
+
+def read_text(path: Path, *, what: str = "", max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Return the text of a regular file; raises as `read_file`, and for what is not UTF-8."""
+    try:
+        return read_file(path, what=what, max_bytes=max_bytes).decode()
+    except UnicodeDecodeError as error:
+        name = f"{what} {path}".strip()
+        reason = f"{name}: is not UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError(reason).at(path=path) from error
+
+
+def read_own_json(path: Path, *, what: str = "", max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the JSON value of a regular file.
+
+    Raises:
+        ConfigError: As `read_file`, or it is no JSON, or nested too deep.
+    """
+    name = f"{what} {path}".strip()
+    content = read_file(path, what=what, max_bytes=max_bytes)
+    try:
+        return parse_json(content, where=name)
+    except CheckpointError as error:
+        raise ConfigError(str(error)).at(path=path) from error
+
+
+def new_file(path: Path, *, mode: int = PRIVATE_FILE) -> int:
+    """Make an empty file in place of what has its name; the caller closes the descriptor.
+
+    Raises:
+        ConfigError: There is a pipe, a directory or the like.
+        OSError: It cannot be written.
+    """
+    _check_replaceable(path)
+    path.unlink(missing_ok=True)
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=mode)
+
+
+def _check_replaceable(path: Path) -> None:
+    problem = kind_problem(path, follows_links=True)
+    if problem:
+        raise ConfigError(f"{path} {problem}; move it away, or choose another name").at(path=path)
+
+
+def write_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Write a file that appears whole, in place of a file or link of its name.
+
+    `mode` is its access, less the umask.
+
+    Raises:
+        ConfigError: There is a pipe, a directory or the like.
+        OSError: It cannot be written.
+    """
+    _check_replaceable(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name[:80]}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json_object(
@@ -152,7 +278,15 @@ def read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
+def parse_json(content: bytes, *, where: str) -> object:
+    """Return the value of JSON text.
+
+    NaN and Infinity are read, which configurations of models have.
+
+    Raises:
+        CheckpointError: It is none, has a key twice, or is nested too deep.
+    """
+
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
@@ -168,6 +302,12 @@ def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
     problem = nesting_problem(value)
     if problem:
         raise CheckpointError(f"{where}: JSON {problem}")
+    return cast("object", value)
+
+
+def parse_json_object(content: bytes, *, where: str) -> dict[str, object]:
+    """Return the object of JSON text; raises as `parse_json`, and for another value."""
+    value = parse_json(content, where=where)
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: JSON holds {type(value).__name__}, expected an object")
     return dict(value)
@@ -208,15 +348,19 @@ def _read(kind: object, value: object, where: str) -> object:
         return _tuple(get_args(kind), value, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, value, where)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and is_number:
+    if kind is float and type(value) in {int, float} and abs(cast("float", value)) <= MAX_NUMBER:
         return float(cast("float", value))
-    if kind is int and is_number and isinstance(value, int):
+    if kind is int and type(value) is int and abs(value) < MAX_COUNT:
         return value
     if kind in {str, bool} and type(value) is kind:
         return value
-    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
-    raise ConfigError(f"{where} is {value!r}; it takes {names[cast('type', kind)]}")
+    names = {
+        float: f"a number of at most {MAX_NUMBER:g}",
+        int: f"a whole number below {MAX_COUNT}",
+        str: "text",
+        bool: "true or false",
+    }
+    raise ConfigError(f"{where} is {value!r:.100}; it takes {names[cast('type', kind)]}")
 
 
 def _dataclass(kind: type, value: object, where: str) -> object:
@@ -235,11 +379,11 @@ def _dataclass(kind: type, value: object, where: str) -> object:
 
 def _tuple(members: tuple[object, ...], value: object, where: str) -> tuple[object, ...]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where} is {value!r}; it takes a list")
+        raise ConfigError(f"{where} is {value!r:.100}; it takes a list")
     if members[-1] is Ellipsis:
         members = (members[0],) * len(value)
     if len(members) != len(value):
-        raise ConfigError(f"{where} is {value!r}; it takes {len(members)} entries")
+        raise ConfigError(f"{where} is {value!r:.100}; it takes {len(members)} entries")
     return tuple(_read(kind, entry, where) for kind, entry in zip(members, value, strict=True))
 
 
@@ -247,6 +391,7 @@ def _tuple(members: tuple[object, ...], value: object, where: str) -> tuple[obje
 MAX_LAYERS = 1024
 MAX_INTEGER = 2**40 - 1
 MAX_NUMBER = 1e30
+MAX_COUNT = 2**63
 MAX_TOKEN_ID = 2**31 - 1
 
 

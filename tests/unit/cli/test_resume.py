@@ -1,5 +1,7 @@
 """What lies beside an output: never lost, never mixed, never of somebody else."""
 
+import os
+
 import pytest
 
 from raymoe.cli.resume import ResumeState
@@ -37,7 +39,10 @@ def names(resume_state):
 
 
 def test_a_finished_run_leaves_its_manifest_and_nothing_else(resume_state):
+    before = os.umask(0o022)
     run(resume_state, made())
+    os.umask(before)
+    assert resume_state.manifest.local_path.stat().st_mode & 0o777 == 0o600
     assert names(resume_state) == [f"{resume_state.output.name}.manifest.json"]
     run(resume_state, made(), resume=True)
     assert names(resume_state) == [f"{resume_state.output.name}.manifest.json"]

@@ -92,6 +92,13 @@ def test_names_that_actors_chose_do_nothing_to_a_terminal(tmp_path, capsys):
     assert "\x07" not in shown
 
 
+@pytest.mark.parametrize("options", [[], ["--samples"]])
+def test_a_report_has_samples_if_asked(answers, options):
+    assert run(["report", str(answers), *options]) == 0
+    page = answers.with_name("answers.report.html").read_text()
+    assert ("column &#x27;prompt&#x27; is empty" in page) == bool(options)
+
+
 def test_a_report_is_made_from_a_job_that_runs(answers, capsys):
     assert run(["report", str(answers)]) == 0
     path = answers.with_name("answers.report.html")

@@ -155,7 +155,7 @@ def test_files_beside_the_tokenizer_that_are_no_files_of_it_are_refused(
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="is a pipe, not a file"):
         Tokenizer(directory, VOCAB_SIZE)
     path.unlink()
     (tmp_path / "secret").write_text("{}")

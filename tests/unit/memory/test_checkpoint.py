@@ -188,10 +188,10 @@ def test_the_hub_cache_may_not_link_to_another_model(tmp_path) -> None:
 def test_pipes_directories_and_dangling_links_are_refused(tmp_path) -> None:
     path = tmp_path / "model.safetensors"
     os.mkfifo(path)
-    refused(tmp_path, "not a regular file")
+    refused(tmp_path, "is a pipe, not a file")
     path.unlink()
     path.mkdir()
-    refused(tmp_path, "not a regular file")
+    refused(tmp_path, "is a directory, not a file")
     path.rmdir()
     path.symlink_to("gone")
     refused(tmp_path, "cannot be read")

@@ -1,6 +1,7 @@
 """A report says what happened, and nothing in it runs, loads, or was written by a row."""
 
 import dataclasses
+import os
 import re
 from html.parser import HTMLParser
 
@@ -64,9 +65,9 @@ class Reader(HTMLParser):
         return " ".join(self.texts)
 
 
-def report(tmp_path, *, manifest=None, **content):
+def report(tmp_path, *, manifest=None, has_samples=True, **content):
     view = JobView.of(read_status(write(tmp_path / "answers.status", **content)), NOW_S)
-    return Reader(make_report(view, "answers", manifest)), view
+    return Reader(make_report(view, "answers", manifest, has_samples=has_samples)), view
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gpu", "host"])
@@ -94,6 +95,19 @@ def test_a_report_has_all_that_happened(tmp_path, plan):
     for name in ("node-a-1-abc", "node-b-2-def", "all", "max_tokens", "d" * 64):
         assert name in page.texts, name
     assert any("FFN of" in text for text in page.texts)
+
+
+@pytest.mark.parametrize("has_samples", [False, True])
+def test_a_report_quotes_no_cells_unless_asked(tmp_path, has_samples):
+    said = "ConfigError: column 'prompt' is 'my secret'"
+    rows = RowCounts(num_rows=3, errors=(("ConfigError", 3),), messages=(said,))
+    page, _ = report(
+        tmp_path, has_samples=has_samples, job=job(state="failed", reason=said),
+        actors=[actor(rows=rows, state="failed", reason=said)],
+    )  # fmt: skip
+    assert page.text.count("my secret") == 3 * has_samples
+    assert "ConfigError" in page.texts
+    assert ("raymoe report --samples" in page.text) != has_samples
 
 
 def test_a_job_of_which_nothing_is_known_yet_has_a_report_too(tmp_path):
@@ -154,8 +168,11 @@ def test_the_page_loads_and_runs_nothing(tmp_path, plan):
 def test_a_report_is_written_whole_and_replaces_only_reports(tmp_path):
     status = write(tmp_path / "answers.status", job=job(), actors=[actor()])
     path = tmp_path / "answers.report.html"
+    before = os.umask(0o022)
     write_report(status, path)
+    os.umask(before)
     assert is_report(path)
+    assert path.stat().st_mode & 0o777 == 0o600
     write_report(status, path)
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == [path.name]
     other = tmp_path / "thesis.html"
