@@ -20,6 +20,7 @@ from raymoe.bench.workloads import WORKLOADS, make_prompts
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.host import peak_rss_bytes
 from raymoe.engine.engine import Engine
+from raymoe.specs.files import read_own_json
 from raymoe.specs.workload import Workload
 
 Prompts = Sequence[list[int]]
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--phases", action="store_true")
     args = parser.parse_args()
-    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    vocab_size = read_own_json(args.model / "config.json")["vocab_size"]
     workload = WORKLOADS[args.workload]
     prompts = make_prompts(workload, vocab_size)
     contender = CONTENDERS[args.contender](args.model, args.num_threads, workload.job)

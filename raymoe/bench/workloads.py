@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from raymoe.errors import ConfigError
+from raymoe.specs.files import read_own_json, write_file
 from raymoe.specs.workload import Workload
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -136,12 +137,12 @@ def make_checkpoint(shape: str, directory: Path, *, seed: int = 0) -> Path:
     config.initializer_range = 0.03
     marker = directory / "raymoe_bench.json"
     wanted = {"shape": SHAPES[shape], "seed": seed}
-    if marker.exists() and json.loads(marker.read_text()) == wanted:
+    if marker.exists() and read_own_json(marker) == wanted:
         return directory
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty and holds no checkpoint of shape {shape!r}")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size="1GB")
-    marker.write_text(json.dumps(wanted))
+    write_file(marker, json.dumps(wanted))
     return directory

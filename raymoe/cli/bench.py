@@ -1,6 +1,7 @@
 """`raymoe bench`: engines, kernels and steps on this machine, beside what it could do at most."""
 
 import itertools
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from raymoe.device.threads import set_num_threads
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 from raymoe.measure.profile import obtain_profile
 from raymoe.schedule.graph import Op
+from raymoe.specs.files import open_regular
 from raymoe.units import GB, GIB, format_seconds
 
 SUITES = ("cpu", "gpu")
@@ -189,7 +191,8 @@ def run_engines(options: CpuOptions, *, has_phases: bool) -> None:
     """Run engines in turns; print a table and keep a line for each."""
     console, results, out = Console(stderr=True), [], options.out
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "results.jsonl").open("a") as lines:
+    log = open_regular(out / "results.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o666)
+    with os.fdopen(log, "a") as lines:
         for result in run_suite(
             shapes=options.shapes,
             workloads=options.workloads,

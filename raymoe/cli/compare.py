@@ -31,6 +31,7 @@ from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
 from raymoe.schedule.timeline import Instant, Timeline, bound_by, compare, gap, simulate
+from raymoe.specs.files import write_file
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
@@ -297,8 +298,8 @@ def _check_names(names: list[str]) -> None:
 def _draw(comparisons: list[Comparison], title: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     timelines = [timeline for each in comparisons for timeline in _named(each)]
-    (out / "schedules.svg").write_text(draw_svg(timelines, title=title))
-    (out / "trace.json").write_text(draw_chrome_trace(timelines))
+    write_file(out / "schedules.svg", draw_svg(timelines, title=title))
+    write_file(out / "trace.json", draw_chrome_trace(timelines))
 
 
 def _named(comparison: Comparison) -> tuple[Timeline, Timeline]:

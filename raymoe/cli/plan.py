@@ -36,13 +36,14 @@ from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_text
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, middle_layers
+from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import Workload
-from raymoe.units import format_bytes, format_seconds
+from raymoe.units import GIB, format_bytes, format_seconds
 
 Row = tuple[str, str]
 GANTT_LAYERS = 2  # two kinds of layers may take turns
@@ -187,18 +188,21 @@ def read_lengths(path: Path, num_rows: int | None) -> Workload:
 
 
 def _length_rows(path: Path) -> list[Any]:
+    is_table = path.suffix in {".parquet", ".pq"}
+    text = "" if is_table else read_text(path, what="--lengths", max_bytes=GIB)
+    problem = kind_problem(path, follows_links=True)
+    if problem:
+        raise ConfigError(f"--lengths {path} {problem}")
     try:
-        if path.suffix in {".parquet", ".pq"}:
+        if is_table:
             import pyarrow.parquet as pq  # noqa: PLC0415 - a plan without a file needs no pyarrow
 
             names = pq.read_schema(path).names
             wanted = [name for name in LENGTH_COLUMNS if name in names]
             rows: list[Any] = pq.read_table(path, columns=wanted).to_pylist()
             return rows
-        return [
-            json.loads(line) for line in path.read_text("utf-8-sig").splitlines() if line.strip()
-        ]
-    except (OSError, ValueError) as error:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--lengths {path}: cannot be read: {error}; it takes parquet (.parquet) or JSON lines"
         ) from error
@@ -643,7 +647,7 @@ def _pictures(plan: Plan, plan_on: JobPlanner) -> dict[str, str]:
 def _write(pictures: dict[str, str], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        (out / name).write_text(picture)
+        write_file(out / name, picture)
     Console(stderr=True).print(", ".join(str(out / name) for name in pictures), style="dim")
 
 

@@ -16,6 +16,7 @@ from raymoe.data.generator import MoEGenerator
 from raymoe.errors import ConfigError
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
+from raymoe.specs.files import read_text
 from raymoe.units import GIB
 
 TOKEN_VARIABLE = "RAYMOE_SERVER_TOKEN"
@@ -123,10 +124,7 @@ def _read_token(path: Path | None) -> str | None:
     token, where = os.environ.pop(TOKEN_VARIABLE, None), TOKEN_VARIABLE
     if path is not None:
         where = f"--token-file {path}"
-        try:
-            token = path.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from error
+        token = read_text(path, what="--token-file").strip()
     if token is None:
         return None
     if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable():

@@ -19,7 +19,7 @@ from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.journal import open_private, sync_directory
 from raymoe.engine.tasks.rows import TaskOptions
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.specs.files import parse_json_object
+from raymoe.specs.files import parse_json_object, read_file
 
 if TYPE_CHECKING:
     from raymoe.engine.identity import ModelIdentity
@@ -183,9 +183,9 @@ def read(path: Path) -> Manifest:
         ConfigError: It is not there, damaged, or of another format.
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; {_WHAT_TO_DO}") from error
+        data = read_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_WHAT_TO_DO}") from error
     return parse(data, where=path)
 
 

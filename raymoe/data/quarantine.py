@@ -176,7 +176,8 @@ def keep_deaths(directory: Path, own_name: str) -> None:
     """Rename files of ended processes to `death-*`; remove those without rows in flight."""
     for path in directory.glob(f"{IN_FLIGHT}*{SUFFIX}"):
         if path.name != own_name:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            # Another process was faster, or it is no file of ours.
+            with contextlib.suppress(FileNotFoundError, CheckpointError):
                 _keep_if_dead(path)
 
 
@@ -186,7 +187,7 @@ def in_flight_files(directory: Path) -> list[Path]:
 
 
 def _keep_if_dead(path: Path) -> None:
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = open_regular(path, os.O_RDWR)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

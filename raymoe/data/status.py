@@ -272,7 +272,8 @@ def write_record(path: Path, record: ActorStatus | JobStatus | StepRecord) -> No
     It is not forced to disk, because a lost status costs nothing after a crash of the machine.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # one process writes one name
-    with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8", opener=open_private) as file:
         file.write(to_json(record))
     temporary.replace(path)
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import threading
 import time
 import warnings
@@ -118,13 +117,12 @@ def _digest(path: Path) -> str:
 
 def _read_cache(path: Path) -> dict[str, str]:
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
-            is_ours = status.st_uid in {0, os.geteuid()} and not status.st_mode & 0o022
-            if not (is_ours and stat.S_ISREG(status.st_mode)):
+            if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
                 return {}
             entries = json.loads(file.read(MIB))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, CheckpointError, ValueError, RecursionError):
         return {}  # the files are read again
     if not isinstance(entries, Mapping):
         return {}

@@ -15,6 +15,7 @@ import torch
 from raymoe.device.host import read_host
 from raymoe.errors import ConfigError
 from raymoe.kernels.gpu_experts_layout import TileTable
+from raymoe.specs.files import read_own_json
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB
 
@@ -118,8 +119,8 @@ def load_tiles(directory: Path, gpu: Gpu) -> TileTable:
     if not os.path.exists(path):  # noqa: PTH110 - never raises
         return TileTable(capability=gpu.capability)
     try:
-        return TileTable.from_json(gpu.capability, json.loads(path.read_text()))
-    except (ValueError, ConfigError) as error:
+        return TileTable.from_json(gpu.capability, read_own_json(path))
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}; remove it") from error
 
 

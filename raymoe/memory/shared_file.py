@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raymoe.errors import CapacityError, ExecutionError
+from raymoe.errors import CapacityError, CheckpointError, ExecutionError
+from raymoe.specs.files import open_regular
 from raymoe.units import ceil_div, format_bytes
 
 DIRECTORY = Path("/dev/shm")
@@ -143,10 +144,9 @@ class SharedFile:
 
 
 def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        file = os.open(path, flags, 0o600)
-    except OSError as error:
+        file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    except (OSError, CheckpointError) as error:
         raise ExecutionError(f"{path} cannot be opened for weights to share: {error}") from error
     status = os.fstat(file)
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -181,8 +181,8 @@ def _is_same(file: int, path: Path) -> bool:
 
 def _remove_unused(path: Path) -> None:
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # removed, or not ours
+        file = open_regular(path, os.O_RDWR)
+    except (OSError, CheckpointError):  # removed, or not ours
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

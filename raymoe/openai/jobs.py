@@ -40,6 +40,7 @@ from raymoe.openai.store import (
 )
 from raymoe.processes import arguments_of
 from raymoe.safe_text import harmless
+from raymoe.specs.files import new_file, open_regular
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -71,7 +72,7 @@ def check_input(path: Path, endpoint: str, models: Collection[str], max_requests
     ids: set[str] = set()
     found_model = None
     number = 0
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         for line_number, line in enumerate(file, 1):
             if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
@@ -351,7 +352,7 @@ class Process:
 
     @classmethod
     def start(cls, command: Sequence[str], log: Path) -> "Process":
-        with log.open("ab") as file:
+        with os.fdopen(open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
             # In a session of its own: the server tells it to stop, the terminal does not.
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -386,7 +387,7 @@ def last_error(log: Path) -> str:
     """Return the last line of a log that says why the command failed."""
     if not log.exists():
         return "the job has not run"
-    with log.open("rb") as file:
+    with os.fdopen(open_regular(log), "rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     found = [line for line in lines if line.startswith("error: ")] or lines or ["it says nothing"]
@@ -405,7 +406,7 @@ class Responses:
         paths = {kind: self._output.with_name(f"{kind}.jsonl") for kind in counts}
         with contextlib.ExitStack() as stack:
             files: dict[str, IO[str]] = {
-                kind: stack.enter_context(path.open("w", encoding="utf-8"))
+                kind: stack.enter_context(os.fdopen(new_file(path), "w", encoding="utf-8"))
                 for kind, path in paths.items()
             }
             for line, is_good in self._lines():
@@ -432,7 +433,7 @@ class Responses:
         if not paths or not paths[0].name.startswith("part-000000"):  # being deleted: all is joined
             paths = [self._output] * self._output.exists()
         for path in paths:
-            with path.open(encoding="utf-8", newline="\n") as file:
+            with os.fdopen(open_regular(path), encoding="utf-8", newline="\n") as file:
                 for line in file:
                     record = json.loads(line)
                     if record[ID_COLUMN] not in seen:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from raymoe.data.journal import make_directory, open_private, sync_directory
-from raymoe.errors import ConfigError
-from raymoe.specs.files import from_plain, read_json_object
+from raymoe.errors import CheckpointError, ConfigError
+from raymoe.specs.files import from_plain, open_regular, read_json_object
 
 FILE_ID, BATCH_ID = re.compile(r"file-[0-9a-f]{32}"), re.compile(r"batch_[0-9a-f]{32}")
 MAX_NAME_CHARACTERS = 255
@@ -180,7 +180,7 @@ class Store:
 
     def adopt_file(self, file_id: str, path: Path, filename: str, purpose: str) -> FileRecord:
         """Move a file that is complete into the store, in place of an earlier one of this id."""
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             os.fsync(file.fileno())
         record = FileRecord(
             id=file_id, num_bytes=path.stat().st_size, created_at=int(time.time()),
@@ -254,7 +254,8 @@ class Store:
     def _save(self, directory: Path, record: FileRecord | BatchRecord) -> None:
         path = directory / f"{record.id}.json"
         temporary = path.with_suffix(".json.tmp")
-        with open(temporary, "w", encoding="utf-8", opener=open_private) as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8", opener=open_private) as file:
             json.dump(dataclasses.asdict(record), file)
             file.flush()
             os.fsync(file.fileno())
@@ -291,7 +292,10 @@ def page(
 
 
 def _take_lock(path: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        lock = open_regular(path, os.O_RDWR | os.O_CREAT)
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"--directory {path.parent} cannot be locked: {error}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,5 @@
 """Other nodes for a job: instances by cost, more of one resource, a pipeline of several nodes."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ from raymoe.plan.device_step import KV_BLOCK_TOKENS, kv_block_bytes
 from raymoe.plan.plan import Plan, predict_job
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
+from raymoe.specs.files import read_own_json
 from raymoe.specs.hardware import (
     Curve,
     DeviceCurves,
@@ -58,10 +58,7 @@ def read_prices(path: Path | None = None) -> PriceList:
         ConfigError: Unknown nodes and bad prices; names both.
     """
     file = path or PRICES_FILE
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--prices {file}: cannot be read: {error}") from error
+    found = read_own_json(file, what="--prices")
     entries = found.get("instances", found) if isinstance(found, dict) else None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(

@@ -188,9 +188,12 @@ def read_file(path: Path, *, what: str = "", max_bytes: int = MAX_JSON_BYTES) ->
 
 
 def read_text(path: Path, *, what: str = "", max_bytes: int = MAX_JSON_BYTES) -> str:
-    """Return the text of a regular file; raises as `read_file`, and for what is not UTF-8."""
+    """Return the text of a regular file; raises as `read_file`, and for what is not UTF-8.
+
+    A byte order mark, which Windows writes, is left out.
+    """
     try:
-        return read_file(path, what=what, max_bytes=max_bytes).decode()
+        return read_file(path, what=what, max_bytes=max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         name = f"{what} {path}".strip()
         reason = f"{name}: is not UTF-8 ({error.reason} at byte {error.start})"

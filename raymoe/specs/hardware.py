@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
-from raymoe.specs.files import from_plain, parse_json_object, to_json
+from raymoe.specs.files import from_plain, parse_json_object, read_file, to_json, write_file
 from raymoe.units import GB, GIB, TB
 
 
@@ -254,10 +254,7 @@ class HardwareSpec:
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
         """Read what `to_file` wrote, with defaults; ConfigError names the file and the field."""
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"hardware file {path}: cannot be read ({error.strerror})") from error
+        content = read_file(Path(path), what="hardware file")
         try:
             return from_plain(
                 cls, parse_json_object(content, where="content"), where="HardwareSpec"
@@ -266,7 +263,7 @@ class HardwareSpec:
             raise ConfigError(f"hardware file {path}: {error}") from error
 
     def to_file(self, path: str | Path) -> None:
-        Path(path).write_text(to_json(self))
+        write_file(Path(path), to_json(self))
 
 
 def _check_positive(spec: object, fields: Iterable[str]) -> None:

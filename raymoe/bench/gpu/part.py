@@ -22,6 +22,7 @@ from raymoe.bench.gpu.settings import (
     Status,
     shape_spec,
 )
+from raymoe.specs.files import new_file
 from raymoe.specs.hardware import HardwareSpec
 
 PACKAGES = ("torch", "transformers", "triton", "accelerate")
@@ -87,7 +88,7 @@ def main() -> None:
     memory = HostMemory(node.host_memory_bytes)
     for line in sys.stdin:
         settings = PartSettings.from_json(line)
-        with log_of(settings, out).open("w") as log:
+        with os.fdopen(new_file(log_of(settings, out)), "w") as log:
             os.dup2(log.fileno(), sys.stderr.fileno())
         result = run_part(settings, node, out, memory)
         print(result.to_json(), flush=True)

@@ -17,6 +17,7 @@ from raymoe.plan.work import StepLoad
 from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.timeline import Timeline
+from raymoe.specs.files import write_file
 from raymoe.units import GB, format_bytes, format_seconds
 
 
@@ -77,8 +78,8 @@ def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out
     ]
     title = f"{settings.name}: a decode step of {steady.load.decode_rows:.0f} rows"
     picture, trace = timeline_files(settings)
-    (out / picture).write_text(draw_svg(timelines, title=title))
-    (out / trace).write_text(draw_chrome_trace(timelines))
+    write_file(out / picture, draw_svg(timelines, title=title))
+    write_file(out / trace, draw_chrome_trace(timelines))
 
 
 def draw_bars(bars: Sequence[Bar], *, title: str) -> str:
@@ -174,14 +175,14 @@ def write_report(results: Sequence[PartResult], out: Path) -> Path:
         lines = [f"## {group.title}", "", *_markdown(group)]
         bars = group.bars()
         if bars is not None:
-            (out / group.file_name).write_text(bars)
+            write_file(out / group.file_name, bars)
             lines += ["", f"![generated tokens per second]({group.file_name})"]
         links = [link for result in group.results for link in _timeline_links(result, out)]
         if links:
             lines += ["", f"A steady decode step: {', '.join(links)}."]
         sections.append("\n".join(lines))
     path = out / REPORT
-    path.write_text("# GPU suite\n\n" + "\n\n".join(sections) + "\n")
+    write_file(path, "# GPU suite\n\n" + "\n\n".join(sections) + "\n")
     return path
 
 

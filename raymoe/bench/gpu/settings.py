@@ -17,7 +17,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
-from raymoe.specs.files import from_plain
+from raymoe.specs.files import from_plain, read_text
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
@@ -336,7 +336,7 @@ class PartResult:
     def from_json(cls, line: str) -> Self:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is not JSON: {line:.60}") from error
         if isinstance(fields, dict):
             fields.pop("derived", None)
@@ -362,4 +362,4 @@ def append_result(path: Path, result: PartResult) -> None:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    return read_text(path).splitlines() if path.exists() else []

@@ -30,6 +30,7 @@ from raymoe.bench.gpu.settings import (
 )
 from raymoe.config import Settings
 from raymoe.errors import ExecutionError
+from raymoe.specs.files import new_file, read_text
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import format_seconds
 
@@ -165,7 +166,7 @@ class PartProcesses:
 
     def _start(self, log: Path) -> "subprocess.Popen[str]":
         module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
-        with log.open("w") as errors:
+        with os.fdopen(new_file(log), "w") as errors:
             process = subprocess.Popen(
                 [*module, str(self._node_file), str(self._out)],
                 stdin=subprocess.PIPE,
@@ -222,7 +223,7 @@ def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec
     command = [sys.executable, "-m", "raymoe.bench.gpu.node", settings.to_json(), str(file)]
     code, _ = _run(command, log, NODE_LIMIT_S)
     if code != 0:
-        lines = log.read_text().splitlines() or ["no output"]
+        lines = read_text(log).splitlines() or ["no output"]
         raise ExecutionError(f"the node cannot be measured: {lines[-1]}; see {log}")
     return HardwareSpec.from_file(file)
 
@@ -230,7 +231,7 @@ def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec
 def _run(command: Sequence[str], log: Path, limit_s: float) -> tuple[int | None, str]:
     """Exit status and output; no status if the process group had to be killed."""
     with (
-        log.open("w") as errors,
+        os.fdopen(new_file(log), "w") as errors,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         ) as process,
