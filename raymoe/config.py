@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.specs.files import expanded
 from raymoe.structured import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -339,11 +340,13 @@ class Settings:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
         """Read `RAYMOE_*` variables; raises ConfigError for malformed values."""
         variables = os.environ if environment is None else environment
-        cache = Path(variables.get("RAYMOE_CACHE") or cls().cache_directory)
+        chosen = variables.get("RAYMOE_CACHE")
         try:
-            cache = cache.expanduser()
-        except RuntimeError:  # this user has no home
-            cache = NO_DIRECTORY
+            cache = expanded(chosen or cls().cache_directory)
+        except ConfigError:
+            if chosen:
+                raise
+            cache = NO_DIRECTORY  # this user has no home
         return cls(
             num_threads=_whole(variables, "RAYMOE_NUM_THREADS", 4096),
             host_memory_bytes=_whole(variables, "RAYMOE_HOST_MEMORY_BYTES", 2**60),

@@ -177,7 +177,8 @@ def draw_series(
     """Draw lines over time; `unit` follows numbers, `maximum` None fits the values."""
     points = [point for line in lines for point in line.points]
     end_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
-    top = maximum or HEADROOM * max((value for _, value in points), default=0.0) or 1.0
+    highest = max((value for _, value in points), default=0.0)  # below 0 where counts fall
+    top = maximum or HEADROOM * max(highest, 0.0) or 1.0
     rows = -(-len(lines) // LEGEND_COLUMNS)
     plot_top = TOP + LEGEND_LINE * rows
     x = Scale(0.0, end_s, LEFT, WIDTH - RIGHT)

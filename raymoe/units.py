@@ -4,6 +4,7 @@ import re
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+MAX_BYTES = 1 << 63
 YEAR_S = 365 * 24 * 3600
 
 _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
@@ -54,4 +55,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 192GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    num_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    if num_bytes >= MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is too large for a size")
+    return int(num_bytes)

@@ -102,8 +102,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _report(error: Exception) -> int:
-    is_ours = isinstance(error, RaymoeError)
-    text = str(error) if is_ours else f"{type(error).__name__}: {error}; --debug shows where"
+    text = f"{type(error).__name__}: {error}; --debug shows where"
+    if isinstance(error, RaymoeError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:  # of a path that the user gave
+        where = "" if error.filename is None else f"{error.filename!s:.200}: "
+        text = f"{where}{error.strerror}; check the path, its permissions and the free space"
     shown = harmless(text, keep="\n")  # rows and models have a say in it
     typer.echo(f"error: {shown}", err=True)
     return EXIT_BAD_USAGE if isinstance(error, ConfigError) else EXIT_FAILED

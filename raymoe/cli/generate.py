@@ -357,6 +357,8 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:  # plain text, such as a name
         return text
+    except RecursionError as error:
+        raise ConfigError(f"{text[:40]}... is nested too deep") from error
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -491,10 +493,10 @@ def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     flag, text = f"--{name.replace('_', '-')}", given[name]
     try:
         options = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag} is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise ConfigError(f"{flag} is {text}; it takes a JSON object")
+        raise ConfigError(f"{flag} is {text:.100}; it takes a JSON object")
     return options
 
 

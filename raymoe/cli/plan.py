@@ -168,6 +168,7 @@ def _add_memory(table: Table, footprint: Footprint, available_bytes: int) -> Non
 
 LENGTH_COLUMNS = ("prompt_tokens", "generated_tokens")
 MAX_LENGTHS = 4096  # rows of a file that are planned with; more change a plan by less than it errs
+MAX_ROW_TOKENS = 10**9
 
 
 def read_lengths(path: Path, num_rows: int | None) -> Workload:
@@ -211,10 +212,10 @@ def _length_rows(path: Path) -> list[Any]:
 def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
     cells: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in LENGTH_COLUMNS]
     for name, cell in zip(LENGTH_COLUMNS, cells, strict=True):
-        if type(cell) is not int or cell < 1:
+        if type(cell) is not int or not 1 <= cell <= MAX_ROW_TOKENS:
             raise ConfigError(
-                f"--lengths {path}: row {index} has {name} {cell!r}; each row needs whole numbers "
-                f"from 1 in {' and '.join(LENGTH_COLUMNS)}"
+                f"--lengths {path}: row {index} has {name} {cell!r:.100}; each row needs whole "
+                f"numbers from 1 to {MAX_ROW_TOKENS} in {' and '.join(LENGTH_COLUMNS)}"
             )
     return cells[0], cells[1]
 

@@ -157,6 +157,11 @@ class Location:
         Raises:
             ConfigError: The URI is of an unknown kind, or its bucket cannot be found.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{text} cannot be used: its name is not UTF-8; rename it, or a "
+                              "directory that it is in") from error  # fmt: skip
         scheme, is_uri, rest = text.partition("://")
         if not is_uri:
             return cls.local(text)
@@ -356,7 +361,7 @@ class Location:
         """Turn an error of the file system into one that names the file and what may help."""
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, NotImplementedError) as error:
             raise ConfigError(self._said(what, error)) from error
 
     def _said(self, what: str, error: Exception) -> str:

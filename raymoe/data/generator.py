@@ -42,7 +42,7 @@ from raymoe.errors import (
     encodable,
     in_step,
 )
-from raymoe.specs.files import local_model, read_chat_template
+from raymoe.specs.files import expanded, local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ def _text_with_marks(sample: Generation, params: SamplingParams, decode: Decode)
 
 def _status_beside(journal_dir: str | Path) -> Path | None:
     try:
-        return make_status_directory(status_beside(Path(journal_dir).expanduser().absolute()))
+        return make_status_directory(status_beside(expanded(journal_dir)))
     except ConfigError as error:
         logger.warning("no status is written: %s; give a status_dir", error)
         return None

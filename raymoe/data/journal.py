@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
-from raymoe.specs.files import PRIVATE_DIRECTORY, PRIVATE_FILE, open_regular
+from raymoe.specs.files import PRIVATE_DIRECTORY, PRIVATE_FILE, expanded, open_regular
 from raymoe.units import MIB, format_bytes
 
 
@@ -49,7 +49,7 @@ def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK 
             f"{option} is {str(directory)!r}; files there grow, which object stores cannot do: "
             "give a directory of a file system that the nodes share"
         )
-    path = Path(directory).expanduser().absolute()
+    path = expanded(directory)
     try:
         path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     except OSError as error:
@@ -154,8 +154,15 @@ def _as_list(value: object) -> list[Any]:
 
 
 def decode_generation(payload: bytes) -> Generation:
-    """Return the generation that `encode_generation` was given, equal in every field."""
-    return _generation(json.loads(payload.decode("utf-8", "surrogatepass")))
+    """Return the generation that `encode_generation` was given, equal in every field.
+
+    Raises:
+        DamagedRecordError: The payload is of something else.
+    """
+    try:
+        return _generation(json.loads(payload.decode("utf-8", "surrogatepass")))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedRecordError(f"a record holds no finished row ({error})"[:300]) from error
 
 
 def _plain(generation: Generation) -> dict[str, Any]:
@@ -182,6 +189,10 @@ def _generation(plain: dict[str, Any]) -> Generation:
             fields[name] = tuple(_logprob(entry) for entry in fields[name])
     if "others" in fields:
         fields["others"] = tuple(_generation(other) for other in fields["others"])
+    for name, value in fields.items():
+        default = _DEFAULTS.get(name)
+        if isinstance(default, str | int) and type(value) is not type(default):
+            raise TypeError(f"{name} is a {type(value).__name__}")
     return Generation(**fields)
 
 

@@ -17,6 +17,7 @@ from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.search import find_plan
+from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -350,8 +351,7 @@ def _default_rows(plan: "ActorPlan | None") -> int:
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: str(options[name]) for name in DIRECTORIES if options.get(name) is not None}
     return dict(options) | {
-        name: text if "://" in text else str(Path(text).expanduser().absolute())
-        for name, text in given.items()
+        name: text if "://" in text else str(expanded(text)) for name, text in given.items()
     }
 
 

@@ -12,7 +12,7 @@ from raymoe.engine.outputs import EngineStats
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.plan.work import Operation, StepLoad
 from raymoe.schedule.graph import Op, Resource
-from raymoe.specs.files import from_plain, open_regular, parse_json_object, to_json
+from raymoe.specs.files import expanded, from_plain, open_regular, parse_json_object, to_json
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import MIB, format_bytes
 
@@ -232,7 +232,9 @@ def manifests_beside(status_dir: Path) -> tuple[Path, ...]:
 
 def find_status(path: str | Path) -> Path:
     """Return the status directory of a job, given itself, the output or the journal."""
-    path = Path(path).expanduser().absolute()
+    path = expanded(path)
+    if not path.name:
+        raise ConfigError(f"{path} is no output of a job")
     if path.name.endswith(SUFFIX) and path.is_dir():
         return path
     beside = status_beside(path)
@@ -315,4 +317,16 @@ def _read(kind: type[Record], path: Path) -> tuple[Record, float]:
         plain = parse_json_object(file.read(), where="content")
     if plain.get("format") != FORMAT:
         raise ConfigError(f"format {plain.get('format')!r} is not {FORMAT}: of another raymoe")
-    return from_plain(kind, plain, where="content"), state.st_mtime
+    record = from_plain(kind, plain, where="content")
+    if not isinstance(record, StepRecord):
+        _check_not_negative("content", plain)
+    return record, state.st_mtime
+
+
+def _check_not_negative(where: str, value: object) -> None:
+    """Refuse a count or a time below 0, which readers divide by and draw."""
+    if isinstance(value, int | float) and value < 0:
+        raise ConfigError(f"{where} is {value!r}; it is 0 or more")
+    items = value.items() if isinstance(value, dict) else ()
+    for name, entry in enumerate(value) if isinstance(value, list) else items:
+        _check_not_negative(f"{where}: {name}", entry)

@@ -31,6 +31,7 @@ VALIDATING, IN_PROGRESS, FINALIZING, COMPLETED = (
 )  # fmt: skip
 FAILED, CANCELLING, CANCELLED = "failed", "cancelling", "cancelled"
 ENDED = frozenset((COMPLETED, FAILED, CANCELLED))
+STATUSES = ENDED | {VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING}
 INPUT, OUTPUT = "batch", "batch_output"
 
 
@@ -128,16 +129,21 @@ class Store:
         """Take the directory, and read what is in it.
 
         Raises:
-            ConfigError: It cannot be written, or another server uses it.
+            ConfigError: It cannot be written, another server uses it, or a record is damaged.
+            CheckpointError: A record is no JSON.
         """
         self.changed = threading.Condition(threading.RLock())
         root = make_directory(directory, "--directory")
         self._files_dir = make_directory(root / "files", "--directory")
         self._batches_dir = make_directory(root / "batches", "--directory")
         self._lock = _take_lock(root / "server.lock")
-        self._files = _read_all(FileRecord, self._files_dir, FILE_ID)
-        self._batches = _read_all(BatchRecord, self._batches_dir, BATCH_ID)
-        self._remove_leftovers()
+        try:
+            self._files = _read_all(FileRecord, self._files_dir, FILE_ID)
+            self._batches = _read_all(BatchRecord, self._batches_dir, BATCH_ID)
+            self._remove_leftovers()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let another server use the directory."""
@@ -311,7 +317,14 @@ def _read_all(kind: type[Record], directory: Path, pattern: re.Pattern[str]) -> 
     for path in sorted(directory.glob("*.json")):
         if pattern.fullmatch(path.stem):
             plain = read_json_object(directory, path.name)
-            found[path.stem] = from_plain(kind, plain, where=str(path))
+            record = from_plain(kind, plain, where=str(path))
+            if record.id != path.stem:  # it becomes a path
+                raise ConfigError(f"{path}: id is {record.id!r:.100}; it is the file's name")
+            status = getattr(record, "status", VALIDATING)
+            if status not in STATUSES:
+                raise ConfigError(f"{path}: status is {status!r:.100}; there are "
+                                  f"{', '.join(sorted(STATUSES))}")  # fmt: skip
+            found[path.stem] = record
     for path in directory.glob("*.json.tmp"):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

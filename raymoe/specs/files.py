@@ -22,13 +22,24 @@ MAX_JSON_BYTES = 128 * MIB
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+def expanded(path: str | Path) -> Path:
+    """Return an absolute path, with ~ as the home of its user; ConfigError if there is none."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: the home directory of its ~ is not known").at(
+            path=path
+        ) from error
+
+
 def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def local_model(model_source: str | Path) -> Path | None:
     """Return the directory that is meant; None for a name on the hub; ConfigError for neither."""
-    path, name = Path(model_source).expanduser(), str(model_source)
+    name = str(model_source)
+    path = expanded(model_source) if name.startswith("~") else Path(model_source)
     if path.is_dir():
         return path
     if path.exists() or not is_hub_name(name):
@@ -351,19 +362,24 @@ def _read(kind: object, value: object, where: str) -> object:
         return _tuple(get_args(kind), value, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, value, where)
-    if kind is float and type(value) in {int, float} and abs(cast("float", value)) <= MAX_NUMBER:
+    if kind is float and type(value) in {int, float} and _is_usual(cast("float", value)):
         return float(cast("float", value))
     if kind is int and type(value) is int and abs(value) < MAX_COUNT:
         return value
     if kind in {str, bool} and type(value) is kind:
         return value
     names = {
-        float: f"a number of at most {MAX_NUMBER:g}",
+        float: f"a number: 0, or of {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}",
         int: f"a whole number below {MAX_COUNT}",
         str: "text",
         bool: "true or false",
     }
     raise ConfigError(f"{where} is {value!r:.100}; it takes {names[cast('type', kind)]}")
+
+
+def _is_usual(value: float) -> bool:
+    # Sums and ratios of such numbers are numbers, too.
+    return value == 0 or 1 / MAX_NUMBER <= abs(value) <= MAX_NUMBER
 
 
 def _dataclass(kind: type, value: object, where: str) -> object:
