@@ -1,12 +1,13 @@
 """`raymoe serve`: OpenAI's files and batches over HTTP, each batch a run of `raymoe generate`."""
 
+import functools
 import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -17,12 +18,12 @@ from raymoe.errors import ConfigError
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
 from raymoe.specs.files import read_text
-from raymoe.units import GIB
+from raymoe.units import GIB, MIB
 
 TOKEN_VARIABLE = "RAYMOE_SERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 MODULES = ("starlette", "uvicorn", "python_multipart")
-MAX_CONNECTIONS, GRACE_S = 1024, 5
+BACKLOG, GRACE_S = 1024, 5
 
 
 def run(  # noqa: PLR0913 - the options of a command
@@ -49,6 +50,28 @@ def run(  # noqa: PLR0913 - the options of a command
     max_file_size: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Of an upload.")
     ] = GIB,
+    max_request_size: Annotated[
+        int,
+        typer.Option(parser=size, metavar="SIZE", help="Of the body of a request without a file."),
+    ] = 16 * MIB,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Further clients are answered with 503.")
+    ] = 1024,
+    max_strangers: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Connections without an accepted request; another one ends the oldest."
+        ),
+    ] = 128,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=3600,
+            help="Seconds in which headers, each 16 KiB of a body and each piece of a response "
+            "have to pass; slower connections are cut.",
+        ),
+    ] = 30.0,
     max_requests: Annotated[int, typer.Option(min=1, help="Lines of a file.")] = 1_000_000,
     options: Annotated[
         list[str] | None,
@@ -75,7 +98,10 @@ def run(  # noqa: PLR0913 - the options of a command
     generator_options, engine_config = check_batch_options(arguments)
     _serve(
         directory, _listen(host, port), served_model_name or [model], arguments, token=token,
-        max_file_bytes=max_file_size, max_requests=max_requests,
+        max_file_bytes=max_file_size, max_request_bytes=max_request_size,
+        max_requests=max_requests,
+        limits={"timeout_s": timeout, "max_connections": max_connections,
+                "max_strangers": max_strangers},
         make_generator=lambda: MoEGenerator(
             model, **generator_options, engine_config=engine_config, id_column=ID_COLUMN,
             error_column=ERROR_COLUMN,
@@ -83,7 +109,7 @@ def run(  # noqa: PLR0913 - the options of a command
     )  # fmt: skip
 
 
-def _serve(
+def _serve(  # noqa: PLR0913 - what `run` was given
     directory: Path,
     listening: socket.socket,
     models: Sequence[str],
@@ -91,11 +117,14 @@ def _serve(
     *,
     token: str | None,
     max_file_bytes: int,
+    max_request_bytes: int,
     max_requests: int,
+    limits: Mapping[str, Any],
     make_generator: Callable[[], MoEGenerator],
 ) -> None:
     import uvicorn  # noqa: PLC0415
 
+    from raymoe.openai.connections import ConnectionLimits, LimitedProtocol  # noqa: PLC0415
     from raymoe.openai.jobs import BatchWorker  # noqa: PLC0415
     from raymoe.openai.server import MAX_HEADER_BYTES, Server  # noqa: PLC0415
     from raymoe.openai.store import Store  # noqa: PLC0415
@@ -105,11 +134,15 @@ def _serve(
         command = [sys.executable, "-m", "raymoe", "generate", *arguments]
         direct = DirectRequests(make_generator)
         worker = BatchWorker(store, command, models, max_requests=max_requests, direct=direct)
-        server = Server(store, worker, models, token=token, max_file_bytes=max_file_bytes)
+        server = Server(
+            store, worker, models, token=token, max_file_bytes=max_file_bytes,
+            max_request_bytes=max_request_bytes,
+        )  # fmt: skip
+        protocol = functools.partial(LimitedProtocol, ConnectionLimits(**limits))
         config = uvicorn.Config(
-            server.application(), http="h11", ws="none", log_level="warning", access_log=False,
-            server_header=False, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=GRACE_S,
+            server.application(), http=cast("Any", protocol), ws="none", log_level="warning",
+            access_log=False, server_header=False, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -136,6 +169,6 @@ def _read_token(path: Path | None) -> str | None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from error

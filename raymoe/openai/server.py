@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import ipaddress
 import json
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, Headers, UploadFile
@@ -23,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raymoe.data.rows import shown
 from raymoe.openai.batch import CHAT, COMPLETION
+from raymoe.openai.connections import WELCOME
 from raymoe.openai.direct import as_answer, as_row
 from raymoe.openai.jobs import BatchWorker
 from raymoe.openai.store import INPUT, ApiError, Store, page
@@ -30,7 +33,9 @@ from raymoe.safe_text import nesting_problem
 from raymoe.units import MIB, format_bytes
 
 MAX_HEADER_BYTES = 16 << 10
-MAX_JSON_BYTES, MAX_PROMPT_BYTES = 1 * MIB, 64 * MIB
+MAX_JSON_BYTES, MAX_PROMPT_BYTES = 1 * MIB, 16 * MIB
+SMALL_BYTES = 64 << 10  # of JSON that is read at once
+MAX_PARSERS = 2  # large bodies that are read at the same time: objects take many times the memory
 MAX_FORM_FIELDS, MAX_FIELD_BYTES = 8, 4096
 FORM_BYTES = 64 << 10  # of a multipart body, besides the file
 DRAIN_BYTES, DRAIN_S = 64 * MIB, 1.0
@@ -47,6 +52,7 @@ class Server:
         token: What requests must carry; without one, only requests for this machine that no web
             page sent are answered.
         max_file_bytes: Of an upload.
+        max_request_bytes: Of the body of another request.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class Server:
         *,
         token: str | None,
         max_file_bytes: int,
+        max_request_bytes: int = MAX_PROMPT_BYTES,
     ) -> None:
+        self._max_request_bytes = max_request_bytes
         self._store, self._worker, self._models = store, worker, tuple(models)
         self._max_file_bytes = max_file_bytes
         self._started = int(time.time())
@@ -66,6 +74,7 @@ class Server:
     def application(self) -> Starlette:
         """Return the application; its lifespan is that of the worker."""
         routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            ("GET", "/health", self._show_health),
             ("GET", "/v1/models", self._list_models),
             ("GET", "/v1/models/{model:path}", self._show_model),
             ("POST", "/v1/files", self._upload),
@@ -99,6 +108,9 @@ class Server:
         self._worker.start()
         yield
         await run_in_threadpool(self._worker.stop)
+
+    async def _show_health(self, _: Request) -> Response:
+        return answer({"status": "ok"})
 
     def _list_models(self, _: Request) -> Response:
         return answer({"object": "list", "data": [*map(self._model, self._models)]})
@@ -172,7 +184,7 @@ class Server:
         return answer(batch.as_plain())
 
     async def _complete(self, request: Request) -> Response:
-        body = await read_json(request, MAX_PROMPT_BYTES)
+        body = await read_json(request, self._max_request_bytes)
         if body.get("model") not in self._models:
             raise ApiError(404, f"model is {shown(body.get('model'))}; this server has "
                            f"{', '.join(self._models)}", code="model_not_found")  # fmt: skip
@@ -212,6 +224,7 @@ class Guard:
             if problem is not None:
                 await answer(problem.as_plain(), problem.status)(scope, receive, send)
                 return
+            scope.get(WELCOME, lambda: None)()
         await self._app(scope, receive, send)
 
     def _problem(self, headers: Headers) -> ApiError | None:
@@ -221,11 +234,19 @@ class Guard:
                 return None
             return ApiError(401, "the request needs the server's token: Authorization: Bearer ...",
                             code="invalid_api_key")  # fmt: skip
-        # A web page may send requests to this machine; browsers say so, or name another host.
-        if "origin" in headers or not is_loopback(_host_name(headers.get("host", ""))):
+        if _is_of_a_page(headers) or not is_loopback(_host_name(headers.get("host", ""))):
             return ApiError(403, "without a token, the server answers programs of this machine "
                             "only, at 127.0.0.1 or localhost")  # fmt: skip
         return None
+
+
+def _is_of_a_page(headers: Headers) -> bool:
+    """Whether a web page sent a request: it may send some to this machine, and a browser says so.
+
+    Sec-Fetch-Site is "none" for what a user typed. Pictures and links come without an Origin.
+    """
+    site, referer = headers.get("sec-fetch-site", "none"), headers.get("referer", "")
+    return "origin" in headers or site != "none" or bool(referer)
 
 
 def _size_problem(scope: Scope) -> ApiError | None:
@@ -314,9 +335,23 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type is {kind[:80]!r}; it takes application/json")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "Content-Encoding is not supported; send the body as it is")
     limit_body(request, max_bytes)
+    data = await request.body()
+    if len(data) <= SMALL_BYTES:
+        return _parse_json(data)
+    return await to_thread.run_sync(_parse_json, data, limiter=_parsers())
+
+
+@functools.cache
+def _parsers() -> CapacityLimiter:
+    return CapacityLimiter(MAX_PARSERS)
+
+
+def _parse_json(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads((await request.body()).decode())
+        body = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}"[:300]) from error
     if not isinstance(body, dict):

@@ -1,6 +1,7 @@
 """`raymoe serve`: malformed requests, and batches, with and without `raymoe generate`."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from raymoe.openai.store import ENDED, ApiError, Store
 from tests.integration.test_cli_batch import request
 
 uvicorn = pytest.importorskip("uvicorn")
+from raymoe.openai.connections import ConnectionLimits, LimitedProtocol  # noqa: E402
 from raymoe.openai.server import MAX_HEADER_BYTES, MAX_JSON_BYTES, Server  # noqa: E402
 
 TOKEN = "a token of the tests"
@@ -67,19 +69,24 @@ ENDLESS = [sys.executable, "-c", "import time; time.sleep(600)", "generate"]
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, directory, *, token=None, command=("false",), generator=None):
+    def __init__(self, directory, *, token=None, command=("false",), generator=None, **limits):
         direct = DirectRequests(generator)
         self.store = Store(directory)
         worker = BatchWorker(self.store, command, ["demo"], max_requests=1000, direct=direct)
-        app = Server(self.store, worker, ["demo"], token=token, max_file_bytes=MAX_FILE_BYTES)
+        sizes = {"max_file_bytes": limits.pop("max_file_bytes", MAX_FILE_BYTES)}
+        app = Server(self.store, worker, ["demo"], token=token, **sizes)
+        self.limits = ConnectionLimits(**limits)
         self.socket = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
-            app.application(), http="h11", ws="none", log_level="critical",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            app.application(), http=functools.partial(LimitedProtocol, self.limits), ws="none",
+            log_level="critical", h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],))
         self._thread.start()
+
+    def connections(self):
+        return self._server.server_state.connections
 
     def close(self):
         self._server.should_exit = True
