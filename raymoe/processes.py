@@ -36,6 +36,30 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
     return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells a process from a later one of the same id.
+
+    Attributes:
+        uid: User that it runs as.
+        start_ticks: When it started, since the boot of the machine.
+    """
+
+    pid: int
+    uid: int
+    start_ticks: int
+
+
+def identity_of(pid: int, root: Path = Path("/proc")) -> Identity | None:
+    """Return the identity of a process; None if it has ended, or ends."""
+    try:
+        fields = _stat(root / str(pid))
+        uid = (root / str(pid)).stat().st_uid
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return None if fields[0] in {"Z", "X"} else Identity(pid, uid, int(fields[19]))
+
+
 def arguments_of(pid: int, root: Path = Path("/proc")) -> list[str]:
     """Return the command line of a process; empty if it has ended."""
     try:

@@ -38,15 +38,17 @@ from raymoe.openai.store import (
     LineError,
     Store,
 )
-from raymoe.processes import arguments_of
+from raymoe.processes import arguments_of, identity_of
 from raymoe.safe_text import harmless
 from raymoe.specs.files import new_file, open_regular
+from raymoe.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 MAX_ERRORS = 100
 MAX_ID_CHARACTERS = 512
+MAX_LINE_BYTES = 16 * MIB
 MAX_RUNS = 3  # of a process that fails for another reason than its arguments
 EXIT_BAD_USAGE = 2
 LOOK_EVERY_S, STOP_S = 0.5, 60.0
@@ -73,7 +75,12 @@ def check_input(path: Path, endpoint: str, models: Collection[str], max_requests
     found_model = None
     number = 0
     with os.fdopen(open_regular(path), "rb") as file:
-        for line_number, line in enumerate(file, 1):
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+        for line_number, line in enumerate(lines, 1):
+            if len(line) > MAX_LINE_BYTES:
+                message = f"the line has more than {format_bytes(MAX_LINE_BYTES)}"
+                errors.append(LineError(code="line_too_long", message=message, line=line_number))
+                return Checked(num_lines=number, model=None, errors=tuple(errors))
             if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             number += 1
@@ -337,18 +344,25 @@ class Process:
 
     def __init__(self, pid: int, child: "subprocess.Popen[bytes] | None" = None) -> None:
         self.pid, self._child = pid, child
-        self._arguments = arguments_of(pid)
+        self._identity = identity_of(pid)
         self.code: int | None = None
 
     @classmethod
     def find(cls, output: Path) -> "Process | None":
-        """Return the process that writes an output."""
+        """Return the process of this user that writes an output."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                arguments = arguments_of(int(entry.name))
-                if "generate" in arguments and str(output) in arguments:
-                    return cls(int(entry.name))
+                process = cls(int(entry.name))
+                arguments = arguments_of(process.pid)
+                is_it = "generate" in arguments and arguments[-2:] == ["--output", str(output)]
+                # Others may start processes of any name, which are not ours to wait for or end.
+                if is_it and process.is_alive() and process.uid == os.geteuid():
+                    return process
         return None
+
+    @property
+    def uid(self) -> int:
+        return -1 if self._identity is None else self._identity.uid
 
     @classmethod
     def start(cls, command: Sequence[str], log: Path) -> "Process":
@@ -363,7 +377,7 @@ class Process:
         if self._child is not None:
             self.code = self._child.poll()
             return self.code is None
-        return bool(self._arguments) and arguments_of(self.pid) == self._arguments
+        return self._identity is not None and identity_of(self.pid) == self._identity
 
     def stop(self) -> int | None:
         """Interrupt the process, which writes what it has; kill it if that takes too long."""
@@ -379,8 +393,9 @@ class Process:
         return self.code
 
     def _signal(self, send: Callable[[int, int], None], number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            send(self.pid, number)
+        if self.is_alive():  # else the id may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                send(self.pid, number)
 
 
 def last_error(log: Path) -> str:
