@@ -46,7 +46,7 @@ class LimitedProtocol(H11Protocol):
         super().__init__(**arguments)
         self._limits = limits
         self._num_bytes = self._num_requests = self._num_drains = 0
-        self._seen: tuple[object, ...] = ()
+        self._seen: tuple[Any, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
         self._is_refused = False
 
@@ -123,7 +123,8 @@ class LimitedProtocol(H11Protocol):
 
     def _cut(self, phase: str) -> None:
         is_open = not (self.transport.is_closing() or self._is_refused)
-        if is_open and phase == HEAD and self._num_bytes and self.conn.our_state is h11.IDLE:
+        is_begun = self._num_bytes > self._seen[1]  # else it was idle, which is no mistake
+        if is_open and phase == HEAD and is_begun and self.conn.our_state is h11.IDLE:
             self._refuse(408, f"the headers took longer than {self._limits.timeout_s:g} s")
         elif is_open and phase == BODY and not self.cycle.response_started:
             self._refuse(408, f"less than {MIN_BODY_BYTES} bytes of the body came in "

@@ -30,6 +30,7 @@ from raymoe.openai.direct import as_answer, as_row
 from raymoe.openai.jobs import BatchWorker
 from raymoe.openai.store import INPUT, ApiError, Store, page
 from raymoe.safe_text import nesting_problem
+from raymoe.specs.files import kind_problem
 from raymoe.units import MIB, format_bytes
 
 MAX_HEADER_BYTES = 16 << 10
@@ -157,6 +158,9 @@ class Server:
 
     def _download(self, request: Request) -> Response:
         path = self._store.content(request.path_params["file_id"])
+        problem = kind_problem(path) if path.exists() else "is gone"
+        if problem:
+            raise ApiError(500, f"the content of {path.stem} {problem}")
         return FileResponse(path, media_type="application/jsonl")
 
     async def _create_batch(self, request: Request) -> Response:
@@ -220,9 +224,12 @@ class Guard:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             receive, send = _read_before_refusal(headers, receive, send)
-            problem = _size_problem(scope) or self._problem(headers)
+            problem = _size_problem(scope) or _framing_problem(headers) or self._problem(headers)
             if problem is not None:
-                await answer(problem.as_plain(), problem.status)(scope, receive, send)
+                refusal = answer(problem.as_plain(), problem.status)
+                if problem.status == 400:
+                    refusal.headers["connection"] = "close"
+                await refusal(scope, receive, send)
                 return
             scope.get(WELCOME, lambda: None)()
         await self._app(scope, receive, send)
@@ -255,6 +262,13 @@ def _size_problem(scope: Scope) -> ApiError | None:
     if num_bytes <= MAX_HEADER_BYTES:
         return None
     return ApiError(431, f"path and headers have more than {format_bytes(MAX_HEADER_BYTES)}")
+
+
+def _framing_problem(headers: Headers) -> ApiError | None:
+    # A proxy that believes the length sees other requests in the bytes than one that counts chunks.
+    if "content-length" in headers and "transfer-encoding" in headers:
+        return ApiError(400, "the request has both Content-Length and Transfer-Encoding")
+    return None
 
 
 def _read_before_refusal(headers: Headers, receive: Receive, send: Send) -> tuple[Receive, Send]:
@@ -302,8 +316,10 @@ def limit_body(request: Request, max_bytes: int) -> None:
     """Have reading the body fail as soon as it is too long.
 
     Raises:
-        ApiError: Its header already says that it is.
+        ApiError: Its header already says that it is, or that it is compressed.
     """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "Content-Encoding is not supported; send the body as it is")
     length = request.headers.get("content-length", "0")
     if not re.fullmatch(r"[0-9]{1,18}", length, re.ASCII):
         raise ApiError(400, "Content-Length is no number")
@@ -335,8 +351,6 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type is {kind[:80]!r}; it takes application/json")
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "Content-Encoding is not supported; send the body as it is")
     limit_body(request, max_bytes)
     data = await request.body()
     if len(data) <= SMALL_BYTES:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import select
 import socket
 import threading
@@ -227,3 +228,36 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_read(serve):
         status, body = server.send(data)
         assert status in {413, 415}
         assert json.loads(body)["error"]["message"]
+
+
+def test_requests_that_could_be_two_are_one_and_the_last(serve):
+    server = serve()
+    second = b"GET /v1/files HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    both = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    for begin in (
+        HEAD + both, HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"content-length: -2\r\n\r\n{}",
+    ):  # fmt: skip
+        with connect(server) as connection:
+            connection.sendall(begin + second)
+            got, _ = until_closed(connection)
+        assert (got[:12], got.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1), begin
+
+
+def test_what_is_no_content_of_a_file_is_not_sent(serve, tmp_path):
+    server = serve()
+    file_id = json.loads(server.send(upload(b"x"))[1])["id"]
+    path = tmp_path / "server" / "files" / f"{file_id}.jsonl"
+    (tmp_path / "secret").write_text("secret")
+    path.unlink()
+    for make, said in [(lambda: None, b"is gone"), (lambda: os.mkfifo(path), b"is a pipe"),
+                       (lambda: path.symlink_to(tmp_path / "secret"), b"is a link")]:  # fmt: skip
+        make()
+        status, body = server.call("GET", f"/v1/files/{file_id}/content")
+        assert (status, said in body) == (500, True), body
+        path.unlink(missing_ok=True)
+    body, kind = form(PURPOSE, FILE)
+    data = http("POST", "/v1/files", body, content_type=kind, content_encoding="gzip")
+    assert server.send(data)[0] == 415
