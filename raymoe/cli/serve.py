@@ -26,6 +26,35 @@ MODULES = ("starlette", "uvicorn", "python_multipart")
 BACKLOG, GRACE_S = 1024, 5
 
 
+RequestSize = Annotated[
+    int,
+    typer.Option(parser=size, metavar="SIZE", help="Largest body of a request without a file."),
+]
+Connections = Annotated[int, typer.Option(min=1, help="Further clients are answered with 503.")]
+Strangers = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Connections without an accepted request; another one ends the oldest."
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        max=3600,
+        help="Seconds in which headers, each 16 KiB of a body and each piece of a response "
+        "have to pass; slower connections are cut.",
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the token that requests must carry (Authorization: Bearer TOKEN, the "
+        f"api_key of a client); {TOKEN_VARIABLE} in the environment is another way."
+    ),
+]
+
+
 def run(  # noqa: PLR0913 - the options of a command
     *,
     model: Annotated[str, typer.Option(help="Model directory, or a name on the hub.")],
@@ -36,13 +65,7 @@ def run(  # noqa: PLR0913 - the options of a command
         str, typer.Option(help="Address to listen at; one of another machine needs a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the token that requests must carry (Authorization: Bearer TOKEN, the "
-            f"api_key of a client); {TOKEN_VARIABLE} in the environment is another way."
-        ),
-    ] = None,
+    token_file: TokenFile = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="Name in requests, by default --model; repeatable."),
@@ -50,28 +73,10 @@ def run(  # noqa: PLR0913 - the options of a command
     max_file_size: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Of an upload.")
     ] = GIB,
-    max_request_size: Annotated[
-        int,
-        typer.Option(parser=size, metavar="SIZE", help="Of the body of a request without a file."),
-    ] = 16 * MIB,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Further clients are answered with 503.")
-    ] = 1024,
-    max_strangers: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Connections without an accepted request; another one ends the oldest."
-        ),
-    ] = 128,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.1,
-            max=3600,
-            help="Seconds in which headers, each 16 KiB of a body and each piece of a response "
-            "have to pass; slower connections are cut.",
-        ),
-    ] = 30.0,
+    max_request_size: RequestSize = 16 * MIB,
+    max_connections: Connections = 1024,
+    max_strangers: Strangers = 128,
+    timeout: Timeout = 30.0,
     max_requests: Annotated[int, typer.Option(min=1, help="Lines of a file.")] = 1_000_000,
     options: Annotated[
         list[str] | None,
