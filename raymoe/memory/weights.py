@@ -13,11 +13,11 @@ from torch import Tensor
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight, check_values, is_in_order
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, Shape
+from raymoe.specs.layer_weights import EMBEDDING, Shape
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import Piece, WeightFormat
-from raymoe.specs.weight_names import Location, locate_weights, model_weights
+from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
 from raymoe.units import ceil_div
 
 # Per weight: quantised ones have up to five, and layers for multi-token prediction are unused.
@@ -70,8 +70,10 @@ class WeightStore:
         for location in locations.values():
             _check_types(checkpoint, location)
         store = cls(checkpoint, locations)
-        if spec.tie_word_embeddings and HEAD in checkpoint.names():
-            store._check_tied_head()
+        if spec.tie_word_embeddings:
+            for head in head_names(spec):
+                if head in checkpoint.names():
+                    store._check_tied_head(head)
         return store
 
     def __call__(self, name: str) -> Weight:
@@ -123,19 +125,19 @@ class WeightStore:
             {tensor for name in names for tensor in self._locations[name].tensor_names()}
         )
 
-    def _check_tied_head(self) -> None:
+    def _check_tied_head(self, name: str) -> None:
         """Refuse a stored head that differs from the embedding to which it is tied.
 
         transformers 5 unties such a model and 4 overwrites the head, so neither can be assumed.
         """
-        head = self.checkpoint.tensor(HEAD)
-        embedding = self.checkpoint.tensor(self._locations[EMBEDDING].name)
+        other = self._locations[EMBEDDING].name
+        head, embedding = self.checkpoint.tensor(name), self.checkpoint.tensor(other)
         is_same = head.shape == embedding.shape and torch.equal(head, embedding)
-        self.checkpoint.drop_pages([HEAD, self._locations[EMBEDDING].name])
+        self.checkpoint.drop_pages([name, other])
         if not is_same:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: tie_word_embeddings is set, but {HEAD!r} differs "
-                f"from {EMBEDDING!r}; set tie_word_embeddings to false or remove the tensor"
+                f"{self.checkpoint.directory}: tie_word_embeddings is set, but {name!r} differs "
+                f"from {other!r}; set tie_word_embeddings to false or remove the tensor"
             )
 
 

@@ -2,9 +2,11 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.families.stored_names import EXPERT, Fused, Naming, namings_of
@@ -12,7 +14,6 @@ from raymoe.specs.layer_weights import (
     EXPERTS,
     FFN_NORM,
     HEAD,
-    HEAD_BIAS,
     LABEL_HEAD,
     Shape,
     layer_prefix,
@@ -24,6 +25,7 @@ from raymoe.specs.weight_format import Fp8Tensor, Mxfp4, Piece, WeightFormat
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")
+_NUMBER = re.compile(r"\.(\d+)\.")
 # Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
 # whose names begin like this (ERNIE, MiMo, EXAONE).
 _PREDICTOR_MARK = "eh_proj.weight"
@@ -87,7 +89,8 @@ def locate_weights(
     missing: list[str] = []
     fewest: tuple[int, int] | None = None
     spec = _with_stored_scales(spec, stored)
-    for naming in namings_of(spec.model_type, spec.wrapper):
+    namings = _likely(spec, namings_of(spec.model_type, spec.wrapper), stored)
+    for naming in namings:
         places = dict(_places(spec, naming))
         absent = [name for name, place in places.items() if place.absent(stored)]
         num_wrong = sum(any(place.other_shapes(stored)) for place in places.values())
@@ -96,7 +99,11 @@ def locate_weights(
         if fewest == (0, 0):
             break
     if missing:
-        raise CheckpointError(_explain_missing(spec, missing[0], best[missing[0]], stored))
+        mixed = _mixed(spec, namings, stored)
+        if mixed is None:
+            alternatives = [dict(_places(spec, naming))[missing[0]] for naming in namings]
+            raise CheckpointError(_explain_missing(best[missing[0]], alternatives, stored))
+        best = mixed
     _check_shapes(best.values(), stored, files)
     for place in best.values():
         _check_cut(place.location)
@@ -116,6 +123,65 @@ def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
     if suffix in {None, found.format.scales_suffix}:
         return spec
     return replace(spec, quantization=replace(found, format=Fp8Tensor(str(suffix))))
+
+
+def _likely(
+    spec: ModelSpec, namings: Sequence[Naming], stored: Collection[str]
+) -> Sequence[Naming]:
+    """The namings of which some stored tensor has the prefix; all if there is none."""
+    starts = {name[: found.start(1)] for name in stored if (found := _NUMBER.search(name))}
+    outer = tuple(spec.outer_weights())
+
+    def is_likely(naming: Naming) -> bool:
+        is_prefix = naming.layers.partition("{")[0] in starts
+        return is_prefix or any(naming.rename(name) in stored for name in outer)
+
+    return [naming for naming in namings if is_likely(naming)] or namings
+
+
+def _mixed(
+    spec: ModelSpec, namings: Sequence[Naming], stored: Mapping[str, Shape]
+) -> dict[str, "_Place"] | None:
+    """Find each weight where any naming has it, as transformers renames tensor by tensor.
+
+    None if one is missing, or if a tensor would not hold exactly the weights that one naming puts
+    there: names that mean different weights in different namings are never mixed up.
+    """
+    chosen: dict[str, _Place] = {}
+    weights = zip(*(_places(spec, naming) for naming in namings), strict=True)
+    for _, layer in groupby(weights, key=_layer_of):
+        places = [dict(column) for column in zip(*layer, strict=True)]
+        found = _mixed_layer(places, stored)
+        if found is None:
+            return None
+        chosen |= found
+    return chosen
+
+
+def _layer_of(weight: Sequence[tuple[str, "_Place"]]) -> str:
+    layer = _LAYER.match(weight[0][0])
+    return "" if layer is None else layer[1]
+
+
+def _mixed_layer(
+    places: Sequence[Mapping[str, "_Place"]], stored: Mapping[str, Shape]
+) -> dict[str, "_Place"] | None:
+    chosen: dict[str, _Place] = {}
+    users: dict[str, set[str]] = defaultdict(set)
+    for name in places[0]:
+        present = [column[name] for column in places if not column[name].absent(stored)]
+        if not present:
+            return None
+        chosen[name] = min(present, key=lambda place: any(place.other_shapes(stored)))
+        for tensor in chosen[name].shapes:
+            users[tensor].add(name)
+    for column in places:
+        whole: dict[str, set[str]] = defaultdict(set)
+        for name, place in column.items():
+            for tensor in place.shapes:
+                whole[tensor].add(name)
+        users = {tensor: names for tensor, names in users.items() if whole[tensor] != names}
+    return None if users else chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +317,7 @@ def _plain_or_quantised(location: Location, shape: Shape, quantised: WeightForma
     return _Place(location, {name: piece.stored_shape for name, piece in pieces.items()})
 
 
-def _explain_missing(spec: ModelSpec, name: str, best: _Place, stored: Collection[str]) -> str:
+def _explain_missing(best: _Place, places: Iterable[_Place], stored: Collection[str]) -> str:
     absent = best.absent(stored)
     assert absent is not None
     message = f"tensor {absent!r} of shape {list(best.shapes[absent])} is missing"
@@ -259,9 +325,6 @@ def _explain_missing(spec: ModelSpec, name: str, best: _Place, stored: Collectio
         form, (rows, columns) = best.location.quantised
         tensors = ", ".join(map(repr, best.shapes))
         return f"{message}; a matrix of {rows} x {columns} is stored as {form.name}: {tensors}"
-    places = (
-        dict(_places(spec, naming))[name] for naming in namings_of(spec.model_type, spec.wrapper)
-    )
     others = {place.location.name for place in places} - {best.location.name}
     if others:
         message += f", and so are its other names: {', '.join(map(repr, sorted(others)))}"
@@ -322,6 +385,14 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     layer = _LAYER.match(name)
     if layer is not None and int(layer[1]) >= spec.num_layers:
         return layer[0] + _PREDICTOR_MARK in stored
+    heads = head_names(spec)
     if spec.head == "lm":
-        return spec.tie_word_embeddings and name == HEAD
-    return name in (HEAD, HEAD_BIAS, LABEL_HEAD)
+        return spec.tie_word_embeddings and name in heads
+    biases = [name.removesuffix("weight") + "bias" for name in heads]
+    return name in (*heads, *biases, LABEL_HEAD)
+
+
+def head_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Every name under which the head of a language model may be stored."""
+    namings = namings_of(spec.model_type, spec.wrapper)
+    return tuple(dict.fromkeys(naming.rename(HEAD) for naming in namings))

@@ -90,7 +90,7 @@ def written(name: str, model_type: str) -> str:
     body, head = WRAPPERS[model_type].prefixes[0]
     if name.startswith("model."):
         return body + name.removeprefix("model.")
-    return head + name.removeprefix("lm_head.")
+    return head + name
 
 
 def method(quantization: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ hold (read off `conversion_mapping.py` and the modelling classes; a test compare
 after a layer's prefix, with "{expert}" for the number of an expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from raymoe.specs.families.wrappers import MEDIA_TENSORS, WRAPPERS
 from raymoe.specs.layer_weights import (
@@ -50,48 +51,92 @@ class Naming:
     numbers_networks: bool = False
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
 
+    @property
+    def root(self) -> str:
+        """Prefix of all weights but those of a head."""
+        return self.layers.partition(".")[0] + "."
+
     def rename(self, name: str) -> str:
         for ours, theirs in (self.renamed or {}).items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
 
-    def without_prefix(self) -> "Naming":
-        """The names that a class without a head (transformers' `AutoModel`) stores."""
-        prefix = self.layers.partition(".")[0] + "."
-        names = (self.renamed or {}).items()
-        bare = {ours: theirs.removeprefix(prefix) for ours, theirs in names}
-        return replace(
-            self, layers=self.layers.removeprefix(prefix), renamed={**bare, "model.": ""}
-        )
-
-    def inside(self, layers: str, head: str) -> "Naming":
-        """The names that a class which wraps the model stores, with these prefixes."""
-        names = (self.renamed or {}).items()
-        wrapped = {
-            ours: layers + theirs.removeprefix("model.")
-            for ours, theirs in names
-            if ours.startswith("model.")
+    def under(self, root: str, head: str) -> "Naming":
+        """The names of these weights below other prefixes: of the model itself and of its head."""
+        own = self.root
+        names = {"model.": own, "lm_head.": "lm_head.", **(self.renamed or {})}
+        moved = {
+            ours: root + theirs.removeprefix(own) if ours.startswith("model.") else theirs
+            for ours, theirs in names.items()
         }
-        return replace(
-            self,
-            layers=layers + self.layers.removeprefix("model."),
-            renamed={**(self.renamed or {}), **wrapped, "model.": layers, "lm_head.": head},
-            unread=(*self.unread, *MEDIA_TENSORS),
-        )
+        moved["lm_head."] = head + moved["lm_head."]
+        # The shorter name of two that begin a name comes last.
+        moved = dict(sorted(moved.items(), key=lambda item: item[0] == "model."))
+        return replace(self, layers=root + self.layers.removeprefix(own), renamed=moved)
 
 
+# Prefixes of the model and of its head that `from_pretrained` finds: it adds and removes the one
+# that `AutoModel` leaves out, and knows the places of text models in older wrappers.
+_TEXT_PREFIXES = (("", ""), ("{root}{root}", "{root}"))
+_WRAPPED_PREFIXES = (
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+    ("language_model.", "model."),
+    ("model.language_model.model.", "model.language_model."),
+    ("model.", ""),
+)
+
+
+@lru_cache
 def namings_of(model_type: str, wrapper: str | None = None) -> tuple[Naming, ...]:
-    """Ways to store a family: its own first, then the common ones, each without a prefix too."""
+    """Ways to store a family: its own first, then the common ones, below each known prefix."""
     own = NAMINGS.get(model_type, ())
-    in_one = [replace(naming, fused=_IN_ONE.fused) for naming in own if not naming.fused]
+    in_one = [naming for naming in map(_with_experts_in_one, own) if naming not in own]
     namings = (*own, _CANONICAL, *in_one, _IN_ONE)
     if any(naming.numbers_networks for naming in own):
         namings = own  # the common names have no place for them
     if wrapper is not None:
-        prefixes = WRAPPERS[wrapper].prefixes
-        return tuple(naming.inside(*prefix) for prefix in prefixes for naming in namings)
-    return (*namings, *(naming.without_prefix() for naming in namings))
+        namings = tuple(
+            replace(
+                naming,
+                layers=naming.layers.replace("layers.", layers),
+                unread=(*naming.unread, *MEDIA_TENSORS),
+            )
+            for layers in WRAPPERS[wrapper].layers
+            for naming in namings
+        )
+    prefixes = dict.fromkeys(_prefixes(model_type, wrapper))
+    return tuple(
+        naming.under(*(text.format(root=naming.root) for text in prefix))
+        for prefix in prefixes
+        for naming in namings
+    )
+
+
+def _with_experts_in_one(naming: Naming) -> Naming:
+    """This naming with all experts in one tensor, as modules of transformers 5 hold them.
+
+    One whose matrices are stored transposed stays: only their shapes would tell both apart.
+    """
+    if any(tensor.is_transposed for tensor in naming.fused):
+        return naming
+    module = naming.rename(f"{EXPERTS}{EXPERT}.up_proj.weight").partition(EXPERT)[0]
+    others = (tensor for tensor in naming.fused if _EXPERT not in tensor.weights[0])
+    in_one = (
+        replace(tensor, name=module + tensor.name.removeprefix(EXPERTS)) for tensor in _IN_ONE.fused
+    )
+    return replace(naming, fused=(*others, *in_one))
+
+
+def _prefixes(model_type: str, wrapper: str | None) -> Iterator[tuple[str, str]]:
+    if wrapper is not None:
+        yield from WRAPPERS[wrapper].prefixes
+    else:
+        yield "{root}", ""
+    if wrapper is not None or any(model_type in one.texts for one in WRAPPERS.values()):
+        yield from _WRAPPED_PREFIXES
+    yield from _TEXT_PREFIXES
 
 
 _EXPERT = f"mlp.experts.{EXPERT}."
@@ -121,8 +166,29 @@ _IN_ONE = Naming(
     )
 )
 _MIXTRAL = Naming(renamed={**_MIXTRAL_EXPERTS, "mlp.": "block_sparse_moe."})
+# Modules renamed, matrices not, as some tools save.
+_IN_MLP = (
+    Naming(
+        renamed={
+            ours: theirs.replace("block_sparse_moe.", "mlp.")
+            for ours, theirs in _MIXTRAL_EXPERTS.items()
+        }
+    ),
+)
 _QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-_SEVERAL_SHARED = Naming(renamed={"mlp.shared_expert.": "mlp.shared_experts."})
+_SHARED = {"mlp.shared_expert.": "mlp.shared_experts."}
+_SEVERAL_SHARED = Naming(renamed=_SHARED)
+_BESIDE_ROUTER = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
+_ERNIE_BIAS = Fused(
+    name="mlp.moe_statics.e_score_correction_bias",
+    weights=("mlp.gate.e_score_correction_bias",),
+    shape=(1, -1),
+)
+_ERNIE = replace(_SEVERAL_SHARED, fused=(_ERNIE_BIAS,))
+_ERNIE_MODULES = replace(
+    _SEVERAL_SHARED,
+    fused=(replace(_ERNIE_BIAS, name="mlp.gate.moe_statics.e_score_correction_bias"),),
+)
 _HUNYUAN = Naming(
     renamed={
         "mlp.gate.": "mlp.gate.wg.",
@@ -132,8 +198,9 @@ _HUNYUAN = Naming(
     }
 )
 _GRANITE_ROUTER = {"mlp.gate.": "block_sparse_moe.router.layer."}
+_GRANITE_MODULES = Naming(renamed={"mlp.gate.": "block_sparse_moe.router."})
 _GRANITE = Naming(
-    renamed=_GRANITE_ROUTER,
+    renamed={**_GRANITE_ROUTER, EXPERTS: "block_sparse_moe.experts."},
     fused=(
         Fused(
             name="block_sparse_moe.input_linear.weight",
@@ -143,7 +210,10 @@ _GRANITE = Naming(
     ),
 )
 _GRANITE_SHARED = Naming(
-    renamed={**_GRANITE_ROUTER, "mlp.shared_expert.down_proj.": "shared_mlp.output_linear."},
+    renamed={
+        **(_GRANITE.renamed or {}),
+        "mlp.shared_expert.down_proj.": "shared_mlp.output_linear.",
+    },
     fused=(
         *_GRANITE.fused,
         Fused(
@@ -269,17 +339,6 @@ _GRANITE_HYBRID = Naming(
     ),
 )
 
-_GRANITE_HYBRID_IN_ONE = Naming(
-    renamed={**(_GRANITE_HYBRID.renamed or {}), "mlp.gate.": "block_sparse_moe.router."},
-    fused=(
-        *(
-            replace(tensor, name=tensor.name.replace("mlp.", "block_sparse_moe."))
-            for tensor in _IN_ONE.fused
-        ),
-        *_GRANITE_HYBRID.fused[len(_GRANITE.fused) :],
-    ),
-)
-
 
 def _nemotron(model: str, fused: tuple[Fused, ...] = ()) -> Naming:
     return Naming(
@@ -362,53 +421,55 @@ _LFM2 = Naming(
     ),
 )
 
+_MINIMAX_BIAS = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}
+_MINIMAX_M2 = Naming(renamed={**_MIXTRAL_EXPERTS, **_MINIMAX_BIAS, "mlp.": "block_sparse_moe."})
+_MINIMAX_M3_MODULE = {
+    "mlp.gate.": "block_sparse_moe.gate.",
+    "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
+}
+_MINIMAX_M3 = Naming(
+    renamed={**_MIXTRAL_EXPERTS, **_MINIMAX_BIAS, **_MINIMAX_M3_MODULE},
+    unread=(".self_attn.index_", ".self_attn.indexer."),
+)
+
+
+def _gate_and_up(stored: str, ours: str) -> Fused:
+    """A dense network or shared expert with gate and up in one tensor."""
+    weights = tuple(f"{ours}{part}_proj.weight" for part in ("gate", "up"))
+    return Fused(name=f"{stored}gate_up_proj.weight", weights=weights)
+
+
+_MINIMAX_M3_MODULES = replace(
+    _SEVERAL_SHARED,
+    fused=(
+        *_IN_ONE.fused,
+        _gate_and_up("mlp.", "mlp."),
+        _gate_and_up("mlp.shared_experts.", "mlp.shared_expert."),
+    ),
+)
+_MINIMAX_M3_MIXED = Naming(
+    renamed=_MINIMAX_M3_MODULE,
+    fused=(_gate_and_up("block_sparse_moe.shared_experts.", "mlp.shared_expert."),),
+)
+
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
-    "qwen3_next": (_QWEN3_NEXT, replace(_QWEN3_NEXT, fused=_QWEN3_NEXT.fused + _IN_ONE.fused)),
-    "qwen3_5_moe_text": (_QWEN3_5, replace(_QWEN3_5, fused=_QWEN3_5.fused + _IN_ONE.fused)),
+    "qwen3_next": (_QWEN3_NEXT,),
+    "qwen3_5_moe_text": (_QWEN3_5,),
     "nemotron_h": (
         _nemotron("backbone"),
         _nemotron("model"),
         _nemotron("model", _NEMOTRON_IN_ONE),
         _nemotron("backbone", _NEMOTRON_IN_ONE),
     ),
-    "kimi_linear": (_KIMI, _KIMI_SAVED, _KIMI_IN_ONE),
-    "lfm2_moe": (
-        _LFM2,
-        replace(
-            _LFM2,
-            fused=(
-                *_LFM2.fused,
-                *(
-                    replace(tensor, name=tensor.name.replace("mlp.", "feed_forward."))
-                    for tensor in _IN_ONE.fused
-                ),
-            ),
-        ),
-    ),
+    "kimi_linear": (_KIMI, _KIMI_SAVED, _KIMI_IN_ONE, *_IN_MLP),
+    "lfm2_moe": (_LFM2,),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (
-        Naming(
-            renamed={
-                **_MIXTRAL_EXPERTS,
-                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-                "mlp.gate.": "block_sparse_moe.gate.",
-                "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
-            },
-            unread=(".self_attn.index_", ".self_attn.indexer."),
-        ),
-        replace(
-            _SEVERAL_SHARED,
-            fused=(
-                *_IN_ONE.fused,
-                *(
-                    Fused(
-                        name=f"mlp.{stored}gate_up_proj.weight",
-                        weights=tuple(f"mlp.{ours}{part}_proj.weight" for part in ("gate", "up")),
-                    )
-                    for ours, stored in (("", ""), ("shared_expert.", "shared_experts."))
-                ),
-            ),
-        ),
+        _MINIMAX_M3,
+        _MINIMAX_M3_MODULES,
+        _MINIMAX_M3_MIXED,
+        _SEVERAL_SHARED,
+        *_IN_MLP,
     ),
     "afmoe": (
         Naming(
@@ -452,18 +513,15 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _LLAMA4,
     ),
     "exaone_moe": (
-        Naming(
-            renamed={
-                "mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias",
-                "mlp.shared_expert.": "mlp.shared_experts.",
-            }
-        ),
+        Naming(renamed={**_BESIDE_ROUTER, **_SHARED}),
+        _SEVERAL_SHARED,
     ),
     "laguna": (
         Naming(renamed={"mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias"}),
+        _SEVERAL_SHARED,
     ),
     "cohere2_moe": (_SEVERAL_SHARED,),
-    "mixtral": (_MIXTRAL,),
+    "mixtral": (_MIXTRAL, *_IN_MLP),
     "flex_olmo": (Naming(renamed=RESULT_NORMS),),
     "olmo3": (Naming(renamed=RESULT_NORMS),),
     "gemma3_text": (Naming(renamed=RESULT_NORMS),),
@@ -471,16 +529,13 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _GEMMA4,
         Naming(renamed={EXPERTS: "experts.", **(_GEMMA4.renamed or {})}),
     ),
-    "minimax_m2": (
-        Naming(
-            renamed={
-                **_MIXTRAL_EXPERTS,
-                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-                "mlp.": "block_sparse_moe.",
-            }
-        ),
+    "minimax_m2": (_MINIMAX_M2, Naming(renamed=_BESIDE_ROUTER), *_IN_MLP),
+    "phimoe": (
+        _MIXTRAL,
+        Naming(renamed={"mlp.gate.": "mlp.router."}),
+        Naming(renamed={"mlp.gate.": "block_sparse_moe.router."}),
+        *_IN_MLP,
     ),
-    "phimoe": (_MIXTRAL,),
     "deepseek_v2": (_SEVERAL_SHARED,),
     "deepseek_v3": (_SEVERAL_SHARED,),
     "deepseek_v32": (_INDEXED,),
@@ -492,7 +547,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "glm4v_moe_text": (_SEVERAL_SHARED,),
     "qwen3_vl_moe_text": (_TRANSPOSED,),
     "solar_open": (_SEVERAL_SHARED,),
-    "hy_v3": (_HY_V3, _SEVERAL_SHARED),
+    "hy_v3": (_HY_V3, Naming(renamed={**_BESIDE_ROUTER, **_SHARED})),
     "phi3": (
         Naming(
             fused=(
@@ -504,22 +559,11 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
             )
         ),
     ),
-    "ernie4_5_moe": (
-        Naming(
-            renamed={"mlp.shared_expert.": "mlp.shared_experts."},
-            fused=(
-                Fused(
-                    name="mlp.moe_statics.e_score_correction_bias",
-                    weights=("mlp.gate.e_score_correction_bias",),
-                    shape=(1, -1),
-                ),
-            ),
-        ),
-    ),
+    "ernie4_5_moe": (_ERNIE, _ERNIE_MODULES),
     "hunyuan_v1_moe": (_HUNYUAN,),
-    "granitemoe": (_GRANITE,),
-    "granitemoeshared": (_GRANITE_SHARED,),
-    "granitemoehybrid": (_GRANITE_HYBRID, _GRANITE_HYBRID_IN_ONE),
+    "granitemoe": (_GRANITE, _GRANITE_MODULES),
+    "granitemoeshared": (_GRANITE_SHARED, _GRANITE_MODULES),
+    "granitemoehybrid": (_GRANITE_HYBRID, _GRANITE_MODULES),
     "gpt_oss": (
         Naming(
             renamed={"mlp.gate.": "mlp.router."},

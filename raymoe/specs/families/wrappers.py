@@ -16,26 +16,29 @@ class Wrapper:
             alone at last, where transformers makes it of the whole configuration.
         texts: Accepted `model_type`s of the text part, the default first.
         path: Nested objects that lead to its configuration.
-        prefixes: Stored prefixes of its layers and of its head.
+        prefixes: Stored prefixes of the model and of its head, those of published weights first.
+        layers: Names of its list of layers.
         unread: Fields of the text part that the class does not read.
     """
 
     architectures: tuple[str, ...]
     texts: tuple[str, ...]
     path: tuple[str, ...] = ("text_config",)
-    prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "lm_head."),)
+    prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", ""),)
+    layers: tuple[str, ...] = ("layers.",)
     unread: tuple[str, ...] = ()
 
 
 _LLAVA = (
-    ("language_model.model.", "language_model.lm_head."),
-    ("model.language_model.", "lm_head."),
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
 )
 WRAPPERS: Mapping[str, Wrapper] = {
     "kimi_k25": Wrapper(
         architectures=("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
         texts=("deepseek_v3", "kimi_k2"),
         prefixes=_LLAVA,
+        layers=("layers.", "blocks."),  # transformers 5.24 saves the second
     ),
     "gemma3": Wrapper(
         architectures=("Gemma3ForConditionalGeneration",),
@@ -62,7 +65,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "step3p7": Wrapper(
         architectures=("Step3p7ForConditionalGeneration",),
         texts=("step3p5",),
-        prefixes=(("model.", "lm_head."), ("model.language_model.", "lm_head.")),
+        prefixes=(("model.", ""), ("model.language_model.", "")),
     ),
     "qwen3_vl_moe": Wrapper(
         architectures=("Qwen3VLMoeForConditionalGeneration",), texts=("qwen3_vl_moe_text",)
@@ -78,12 +81,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
         architectures=("Qwen3OmniMoeForConditionalGeneration",),
         texts=("qwen3_omni_moe_text",),
         path=("thinker_config", "text_config"),
-        prefixes=(("thinker.model.", "thinker.lm_head."),),
+        prefixes=(("thinker.model.", "thinker."),),
     ),
     "qwen3_omni_moe_thinker": Wrapper(
         architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
         texts=("qwen3_omni_moe_text",),
-        prefixes=(("model.", "lm_head."), ("model.language_model.", "lm_head.")),
+        prefixes=(
+            ("model.", ""),
+            ("model.language_model.", ""),
+            ("thinker.model.", "thinker."),
+            ("thinker.model.language_model.", "thinker."),
+        ),
     ),
 }
 # Parts of names of tensors that no text needs.

@@ -71,18 +71,18 @@ def test_dropping_pages_of_experts_keeps_their_values(tmp_path) -> None:
     assert [store(name).sum() for name in names] == sums
 
 
-def test_a_tied_head_that_equals_the_embedding_is_accepted(tmp_path) -> None:
+@pytest.mark.parametrize("head", ["lm_head.weight", "model.lm_head.weight"])
+def test_a_tied_head_that_equals_the_embedding_is_accepted(tmp_path, head: str) -> None:
     spec, _ = save(TIED, tmp_path)
-    rewrite(
-        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
-    )
+    rewrite(tmp_path, lambda t: t.update({head: t["model.embed_tokens.weight"].clone()}))
     WeightStore.open(spec, tmp_path)
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("head", ["lm_head.weight", "model.lm_head.weight"])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path, head: str) -> None:
     spec, _ = save(TIED, tmp_path)
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    with pytest.raises(CheckpointError, match=r"lm_head.*differs"):
+    rewrite(tmp_path, lambda t: t.update({head: t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=f"'{head}' differs"):
         WeightStore.open(spec, tmp_path)
 
 

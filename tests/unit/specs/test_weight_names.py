@@ -1,8 +1,10 @@
+import re
+
 import pytest
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_names import Location, locate_weights, model_weights
+from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
 
 SIZES = {
     "hidden_size": 16,
@@ -61,6 +63,70 @@ def test_experts_stored_as_one_tensor_are_found() -> None:
     stored = "model.layers.1.mlp.experts.gate_up_proj"
     assert locations[GATE] == Location(stored, expert=1, rows=(0, 24, 1))
     assert locations[UP] == Location(stored, expert=1, rows=(24, 48, 1))
+
+
+def test_names_of_several_namings_may_be_mixed_tensor_by_tensor() -> None:
+    weights = model_weights(MIXTRAL)
+    stored = {name: shape for name, shape in fused(weights).items() if "layers.1" not in name}
+    stored |= {mixtral_names(name): weights[name] for name in weights if "layers.1" in name}
+    gate = "model.layers.0.mlp.gate.weight"
+    stored[mixtral_names(gate)] = stored.pop(gate)
+    found = locate(stored)
+    assert found[GATE].name == "model.layers.1.block_sparse_moe.experts.1.w1.weight"
+    assert found[GATE.replace("layers.1", "layers.0")].name.endswith("experts.gate_up_proj")
+    assert {location.name for location in found.values()} == stored.keys()
+
+
+def gemma3_names(spec: ModelSpec, prefix: str = "") -> dict:
+    """What a checkpoint of Gemma-3 stores, below a prefix."""
+    names = {
+        "attention_result_norm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "ffn_result_norm": "post_feedforward_layernorm",
+    }
+    pattern = re.compile("|".join(names))
+    return {
+        prefix + pattern.sub(lambda found: names[found[0]], name): shape
+        for name, shape in model_weights(spec).items()
+    }
+
+
+GEMMA = SIZES | {"model_type": "gemma3_text", "head_dim": 8}
+
+
+def test_a_name_that_means_another_weight_elsewhere_is_never_taken_for_it() -> None:
+    """Gemma norms results by post_attention_layernorm; others norm the network's inputs by it."""
+    spec = ModelSpec.from_config(GEMMA)
+    stored = gemma3_names(spec)
+    del stored["model.layers.1.pre_feedforward_layernorm.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.1\.pre_feedforward_layernorm.*missing"):
+        locate_weights(spec, stored, dict.fromkeys(stored, "a.safetensors"))
+
+
+def test_an_expert_that_lies_in_two_forms_is_refused() -> None:
+    both = fused(model_weights(MIXTRAL)) | {GATE: (24, 16)}
+    with pytest.raises(CheckpointError, match=r"experts\.1\.gate_proj.*nothing"):
+        locate(both)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
+def test_a_text_model_of_a_wrapped_family_may_have_any_prefix(prefix: str) -> None:
+    spec = ModelSpec.from_config(SIZES | {"model_type": "ministral3"})
+    stored = {
+        name.replace("model.", prefix, 1): shape for name, shape in model_weights(spec).items()
+    }
+    found = locate_weights(spec, stored, dict.fromkeys(stored, "a.safetensors"))
+    assert {location.name for location in found.values()} == stored.keys()
+
+
+def test_a_head_beside_tied_embeddings_of_a_wrapper_is_redundant() -> None:
+    config = {"model_type": "gemma3", "text_config": GEMMA, "tie_word_embeddings": True}
+    spec = ModelSpec.from_config(config)
+    stored = gemma3_names(spec, "language_model.")
+    for head in ("lm_head.weight", "language_model.lm_head.weight"):
+        assert head in head_names(spec)
+        with_head = stored | {head: (10, 16)}
+        assert locate_weights(spec, with_head, dict.fromkeys(with_head, "a.safetensors"))
 
 
 def test_frequencies_of_old_checkpoints_are_ignored() -> None:
