@@ -226,6 +226,8 @@ class EngineConfig:
             on the cores alone.
         load_format: "dummy" makes random weights in memory, to measure speed; the directory then
             needs only config.json.
+        ignore_adapter: Whether a model runs although an adapter lies beside it, whose weights may
+            differ from those that transformers would then compute with.
         head: "auto" is that of the checkpoint (a language model's or a classifier's); "none"
             leaves it out, so that the engine embeds.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
@@ -261,6 +263,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
+    ignore_adapter: bool = False
     head: str = "auto"
     schedule: str = "auto"
     policy: "Policy | None" = None
@@ -302,6 +305,10 @@ class EngineConfig:
         _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
+        if not isinstance(self.ignore_adapter, bool):
+            raise ConfigError(
+                f"ignore_adapter is {_shown(self.ignore_adapter)}; it takes true or false"
+            )
         if not (self.shared_weights == "auto" or isinstance(self.shared_weights, bool)):
             raise ConfigError(
                 f"shared_weights is {_shown(self.shared_weights)}; it must be True, False or 'auto'"

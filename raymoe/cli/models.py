@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from raymoe.cli import model_by_name
-from raymoe.errors import ConfigError
+from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
-from raymoe.specs.files import CONFIG_FILE, is_hub_name, read_config
+from raymoe.specs.files import CONFIG_FILE, check_adapter, is_hub_name, read_config
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
 from raymoe.specs.layers import (
     AnyAttentionSpec,
@@ -27,6 +27,7 @@ from raymoe.specs.layers import (
     RouterSpec,
 )
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.other_formats import other_format
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
 from raymoe.units import format_bytes
@@ -117,9 +118,14 @@ def _check_weights(spec: ModelSpec, directory: Path) -> str:
     """Open the checkpoint, where there is one; returns what was found.
 
     Raises:
-        CheckpointError: Names the tensor that is missing, too many or different.
+        CheckpointError: Names the tensor that is missing, too many or different, the weights of
+            another format, or an adapter beside the model.
     """
+    check_adapter(directory)
     if not any(directory.glob("*.safetensors")):
+        found = other_format({path.name for path in directory.iterdir()})
+        if found is not None:
+            raise CheckpointError(f"{directory}: no weights in safetensors; {found}")
         return f"{directory} has no weights (*.safetensors)"
     store = WeightStore.open(spec, directory)
     return f"all {len(store.checkpoint.names()):,} tensors of {directory} are as they should be"

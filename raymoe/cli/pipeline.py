@@ -55,7 +55,7 @@ from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.safe_text import harmless
-from raymoe.specs.files import read_config
+from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView, node_rates
@@ -338,6 +338,7 @@ def check_model(
             spec = configured_model(ModelSpec.from_config(config, name=model), engine_config)
             check_head(task, spec.head)
         return
+    check_adapter(directory, is_ignored=engine_config.ignore_adapter)
     spec = configured_model(ModelSpec.from_directory(directory), engine_config)
     check_head(task, spec.head)
     WeightStore.open(spec, directory)

@@ -42,7 +42,7 @@ from raymoe.errors import (
     encodable,
     in_step,
 )
-from raymoe.specs.files import expanded, local_model, read_chat_template
+from raymoe.specs.files import check_adapter, expanded, local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def check_options(
     output_columns(model_source, options)
     directory = local_model(model_source)
     if directory is not None:
+        config = as_engine_config(options.get("engine_config"))
+        check_adapter(directory, is_ignored=config.ignore_adapter)
         ModelSpec.from_directory(directory)
 
 

@@ -48,7 +48,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
-from raymoe.specs.files import MAX_TOKEN_ID, read_json_object
+from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
 from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
     HardwareSpec,
@@ -221,6 +221,7 @@ def load_parts(
     device = _device_name(config)
     _check_schedule(config, device)
     directory = resolve_model(path)
+    check_adapter(directory, is_ignored=config.ignore_adapter)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = configured_model(ModelSpec.from_directory(directory), config)
     tokenizer = Tokenizer(  # its process loads meanwhile

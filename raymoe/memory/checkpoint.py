@@ -21,7 +21,11 @@ from urllib.request import getproxies
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+)
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES
@@ -35,11 +39,18 @@ from raymoe.specs.files import (
     read_json_object,
     resolve_inside,
 )
+from raymoe.specs.other_formats import (
+    ADAPTER_FILE,
+    MERGE_ADAPTER,
+    POINTER,
+    is_pointer,
+    other_format,
+    pointer_problem,
+)
 from raymoe.specs.weight_format import ITEM_BYTES
 from raymoe.units import MIB, format_bytes
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 64 * MIB
 MAX_TENSORS = 1 << 19  # more than twice that of any published model, with 4 per matrix
@@ -191,16 +202,15 @@ class Checkpoint:
 
 
 def _explain_missing(directory: Path, present: set[str]) -> str:
-    pickled = sorted(name for name in present if Path(name).suffix in PICKLE_SUFFIXES)
-    parts = sorted(name for name in present if name.endswith(".safetensors"))
-    if pickled:
-        return (
-            f"{directory}: weights are pickled ({pickled[0]}), and loading a pickle runs code from "
-            "it; convert the checkpoint to safetensors (save_pretrained writes it)"
-        )
+    parts = sorted(
+        name
+        for name in present
+        if name.endswith(".safetensors") and not name.startswith("consolidated")
+    )
     if parts:
         return f"{directory}: {parts[0]} is there, but neither {SINGLE_FILE} nor {INDEX_FILE} is"
-    return f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its files"
+    expected = f"expected {SINGLE_FILE}, or {INDEX_FILE} and its files"
+    return f"{directory}: no weights in safetensors; {other_format(present) or expected}"
 
 
 def _read_weight_map(directory: Path, max_tensors: int) -> dict[str, str]:
@@ -221,6 +231,8 @@ def _open_file(path: Path, *, file: str, max_tensors: int) -> tuple[mmap.mmap, d
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
+        if is_pointer(os.pread(descriptor, len(POINTER), 0)):
+            raise CheckpointError(pointer_problem(path))
         if size <= _LENGTH_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file")
         header = _read_header(descriptor, size, file=file, where=str(path), max_tensors=max_tensors)
@@ -323,6 +335,8 @@ logger = logging.getLogger(__name__)
 
 # Weights, configuration and tokenizer; no pickles and no code.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
+# The same weights again, in the format of their publisher.
+NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
 
 
 def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:
@@ -371,8 +385,22 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
             with contextlib.suppress(EntryNotFoundError):  # most models have none
                 huggingface_hub.hf_hub_download(name, QUANTIZATION_FILE, revision=revision)
         return path
+    except RemoteEntryNotFoundError as error:
+        raise _not_a_model(name, revision, error) from error
     except (OSError, ValueError) as error:
         raise _unreachable(name, error) from error
+
+
+def _not_a_model(name: str, revision: str | None, error: Exception) -> CheckpointError:
+    try:
+        files = set(huggingface_hub.list_repo_files(name, revision=revision))
+    except (OSError, ValueError):
+        return _unreachable(name, error)
+    if ADAPTER_FILE in files:
+        found = f"{ADAPTER_FILE} is an adapter, which is no model by itself; {MERGE_ADAPTER}"
+    else:
+        found = other_format(files) or "it is no model of transformers"
+    return CheckpointError(f"{name!r} on the Hugging Face hub has no config.json; {found}")
 
 
 def _find_cached(name: str, revision: str | None) -> Path | None:
@@ -402,7 +430,11 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=DOWNLOADED, max_workers=4
+                name,
+                revision=revision,
+                allow_patterns=DOWNLOADED,
+                ignore_patterns=NOT_DOWNLOADED,
+                max_workers=4,
             )
         )
     except (OSError, ValueError) as error:

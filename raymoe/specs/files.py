@@ -15,6 +15,16 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
 from raymoe.safe_text import nesting_problem
+from raymoe.specs.other_formats import (
+    ADAPTER_FILE,
+    MLX_PROBLEM,
+    POINTER,
+    adapter_problem,
+    is_of_mlx,
+    is_pointer,
+    no_config_problem,
+    pointer_problem,
+)
 from raymoe.units import MIB, format_bytes
 
 CONFIG_FILE, QUANTIZATION_FILE = "config.json", "hf_quant_config.json"
@@ -95,12 +105,19 @@ def check_small_files(directory: Path, suffixes: Collection[str]) -> None:
     """Check all files of these kinds, subfolders included, before a library opens them.
 
     Raises CheckpointError for a link that leaves the directory (`resolve_inside`), a file that is
-    not regular, or one far too large.
+    not regular, one far too large, or a pointer of Git LFS.
     """
     allowed = _allowed_root(directory.resolve())
     for path in sorted(directory.resolve().rglob("*")):
-        if path.suffix in suffixes and _resolve(path, allowed).stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: larger than {format_bytes(MAX_JSON_BYTES)}, refused")
+        if path.suffix not in suffixes:
+            continue
+        with open(open_regular(_resolve(path, allowed)), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{path}: larger than {format_bytes(MAX_JSON_BYTES)}, refused"
+                )
+            if is_pointer(file.read(len(POINTER))):
+                raise CheckpointError(pointer_problem(path))
 
 
 def _resolve(path: Path, allowed: Path) -> Path:
@@ -283,13 +300,27 @@ def read_config(directory: Path) -> dict[str, object]:
     """The `config.json` of a model directory.
 
     Checkpoints of modelopt before 0.35 name their quantisation in a file of its own, which is read
-    where `config.json` names none. Raises as `read_json_object`.
+    where `config.json` names none. Raises as `read_json_object`; where there is no model, the
+    message says what there is.
     """
+    if not (directory / CONFIG_FILE).exists() and directory.is_dir():
+        check_adapter(directory)
+        raise CheckpointError(no_config_problem(directory))
     config = read_json_object(directory, CONFIG_FILE)
+    if is_of_mlx(config):
+        raise CheckpointError(f"{directory / CONFIG_FILE}: {MLX_PROBLEM}")
     if config.get("quantization_config") is None and (directory / QUANTIZATION_FILE).exists():
         found = read_json_object(directory, QUANTIZATION_FILE)
         config["quantization_config"] = {**found, "quant_method": "modelopt"}
     return config
+
+
+def check_adapter(directory: Path, *, is_ignored: bool = False) -> None:
+    """Raise CheckpointError if an adapter lies in a model directory and is not to be ignored."""
+    path = directory / ADAPTER_FILE
+    if path.is_file() and not is_ignored:
+        adapter = read_json_object(directory, ADAPTER_FILE)
+        raise CheckpointError(adapter_problem(directory, adapter))
 
 
 def parse_json(content: bytes, *, where: str) -> object:
@@ -309,6 +340,8 @@ def parse_json(content: bytes, *, where: str) -> object:
             raise CheckpointError(f"{where}: {twice!r:.100} occurs twice")
         return result
 
+    if is_pointer(content):
+        raise CheckpointError(pointer_problem(where))
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
