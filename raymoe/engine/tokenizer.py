@@ -563,9 +563,21 @@ class Tokenizer:
             elif isinstance(part, Sequence) and not isinstance(part, bytes):
                 parts += part
 
+    def _own_code(self) -> str:
+        """A note on a vocabulary that only code of the repository reads."""
+        found = min((path.name for path in self.directory.glob("*tiktoken*")), default=None)
+        if found is None:
+            return ""
+        return (
+            f" of transformers ({found} needs the repository's own code, which is never run; add "
+            "a tokenizer.json)"
+        )
+
     def _check_text(self, text: Text) -> Text:
         if not self.is_present:
-            raise ConfigError("the model directory has no tokenizer; give prompts as token ids")
+            raise ConfigError(
+                f"the model directory has no tokenizer{self._own_code()}; give prompts as token ids"
+            )
         if not text.text:
             raise ConfigError("the prompt is empty")
         try:

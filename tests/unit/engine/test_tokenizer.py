@@ -1,11 +1,13 @@
 """Prompts of any form to tokens, and back."""
 
+import io
 import json
 import os
 import shutil
 
 import numpy as np
 import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoTokenizer
 
 from raymoe.engine.tokenizer import Chat, DecodeError, Room, Tokenizer
@@ -42,6 +44,30 @@ def test_a_closed_tokenizer_says_so(tokenizer_directory, make):
     tokenizer.close()
     with pytest.raises(ExecutionError, match="the tokenizer is closed"):
         tokenizer.encode("x")
+
+
+def test_a_sentencepiece_model_alone_is_a_tokenizer(tmp_path, make):
+    texts, model = ["the quick brown fox", "the lazy dog", "a fox and a dog"], io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=290, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    tokenizer = make(tmp_path, 300)
+    pieces = SentencePieceProcessor(model_proto=model.getvalue())
+    for text in (*texts, "the fox 🦊"):
+        ids = tokenizer.encode(text).tolist()
+        assert ids == pieces.encode(text)
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_vocabulary_that_needs_code_of_its_repository_is_named(tmp_path, make):
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
+    with pytest.raises(ConfigError, match=r"no tokenizer.*qwen\.tiktoken needs.*never run"):
+        make(tmp_path).encode("x")
 
 
 def test_token_ids_are_taken_as_they_are(tokenizer):
