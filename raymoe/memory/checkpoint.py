@@ -83,17 +83,27 @@ class Entry:
 class Checkpoint:
     """The tensors of one model directory, memory-mapped read-only.
 
+    Attributes:
+        unindexed: Tensors of its files that the index does not name.
+
     Opening checks everything and reads no tensor data. The files must not change while they are
     mapped: reading a page that no longer exists ends the process (SIGBUS), so `tensor` checks the
     file size first.
     """
 
     def __init__(
-        self, directory: Path, files: Mapping[str, Path], max_tensors: int = MAX_TENSORS
+        self,
+        directory: Path,
+        files: Mapping[str, Path],
+        max_tensors: int = MAX_TENSORS,
+        weight_map: Mapping[str, str] | None = None,
     ) -> None:
+        """Open `files`; of a tensor in two of them the one counts that `weight_map` names."""
         self.directory = directory
+        weight_map = weight_map or {}
         self._entries: dict[str, Entry] = {}
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
+        self.unindexed: frozenset[str] = frozenset()
         for file, path in files.items():
             room = max_tensors - len(self._entries)
             mapping, header = _open_file(path, file=file, max_tensors=room)
@@ -129,7 +139,7 @@ class Checkpoint:
         weight_map = _read_weight_map(directory, max_tensors)
         names = sorted(set(weight_map.values()))
         files = {name: resolve_inside(directory, name) for name in names}
-        checkpoint = cls(directory, files, max_tensors)
+        checkpoint = cls(directory, files, max_tensors, weight_map)
         checkpoint._check_against_index(weight_map)
         return checkpoint
 
@@ -194,13 +204,7 @@ class Checkpoint:
                     f"{self.directory / file}: tensor {name!r} is missing, though {INDEX_FILE} "
                     "places it there; download the file again"
                 )
-        extra = sorted(self._entries.keys() - weight_map.keys())
-        if extra:
-            file = self._entries[extra[0]].file
-            raise CheckpointError(
-                f"{self.directory / file}: tensor {extra[0]!r} is not in {INDEX_FILE}; "
-                "index and files are of different checkpoints"
-            )
+        self.unindexed = frozenset(self._entries.keys() - weight_map.keys())
 
 
 def _explain_missing(directory: Path, present: set[str]) -> str:

@@ -1,5 +1,6 @@
 """The weights of a model by canonical name, checked against its specification."""
 
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +25,9 @@ from raymoe.units import ceil_div
 STORED_TENSORS = 8
 OTHER_TENSORS = 4096
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
+
+
+logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):
@@ -64,7 +68,7 @@ class WeightStore:
         """
         checkpoint = Checkpoint.open(directory, max_stored_tensors(spec))
         try:
-            locations = locate_weights(spec, checkpoint.shapes(), checkpoint.files())
+            locations = _locate(spec, checkpoint)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         for location in locations.values():
@@ -150,6 +154,28 @@ def _as_piece(stored: Tensor, piece: Piece) -> Tensor:
         return stored.view(piece.shape)
     rows = piece.shape[0]
     return stored.reshape(-1, 1).repeat_interleave(rows // stored.numel(), 0)
+
+
+def _locate(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, Location]:
+    """Find the weights among the tensors of the index; if one is missing, among all of its files.
+
+    Files that several checkpoints share hold tensors that are none of this one's.
+    """
+    shapes, files, others = checkpoint.shapes(), checkpoint.files(), checkpoint.unindexed
+    if not others:
+        return locate_weights(spec, shapes, files)
+    indexed = {name: shape for name, shape in shapes.items() if name not in others}
+    try:
+        found = locate_weights(spec, indexed, files)
+    except CheckpointError:
+        return locate_weights(spec, shapes, files)
+    logger.warning(
+        "%s: %d tensors that the index does not name are not read, such as %s",
+        checkpoint.directory,
+        len(others),
+        min(others),
+    )
+    return found
 
 
 def max_stored_tensors(spec: ModelSpec) -> int:

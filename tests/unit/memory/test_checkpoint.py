@@ -219,16 +219,29 @@ def test_tensors_in_the_shards_of_one_another_are_named(tmp_path) -> None:
     refused(tmp_path, r"model-2\.safetensors.*'a' is missing")
 
 
-def test_a_tensor_that_the_index_does_not_know_is_named(tmp_path) -> None:
+def test_a_tensor_that_the_index_does_not_know_is_told_apart(tmp_path) -> None:
     write_sharded(tmp_path)
     save_file({"b": TENSORS["b"], "x": TENSORS["a"]}, tmp_path / "model-2.safetensors")
-    refused(tmp_path, r"model-2\.safetensors.*'x' is not in")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert (checkpoint.names(), checkpoint.unindexed) == ({"a", "b", "x"}, {"x"})
 
 
-def test_a_tensor_in_two_shards_is_named(tmp_path) -> None:
+@pytest.mark.parametrize("counting", ["model-1.safetensors", "model-2.safetensors"])
+def test_of_a_tensor_in_two_shards_that_of_the_index_counts(tmp_path, counting: str) -> None:
+    write_sharded(tmp_path, {"a": counting})
+    save_file({"a": TENSORS["a"] + 1, "b": TENSORS["b"]}, tmp_path / "model-2.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.entry("a").file == counting
+    expected = TENSORS["a"] + (counting == "model-2.safetensors")
+    assert torch.equal(checkpoint.tensor("a"), expected)
+
+
+def test_a_tensor_in_two_shards_that_the_index_does_not_know_is_named(tmp_path) -> None:
     write_sharded(tmp_path)
-    save_file({"a": TENSORS["a"], "b": TENSORS["b"]}, tmp_path / "model-2.safetensors")
-    refused(tmp_path, r"model-2\.safetensors.*'a' is also in model-1")
+    for number, name in ((1, "a"), (2, "b")):
+        tensors = {name: TENSORS[name], "x": TENSORS["c"]}
+        save_file(tensors, tmp_path / f"model-{number}.safetensors")
+    refused(tmp_path, r"model-2\.safetensors.*'x' is also in model-1")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,28 @@ def test_sharded_checkpoints_give_the_same_weights(tmp_path) -> None:
     spec = ModelSpec.from_directory(tmp_path / "one")
     one, many = (WeightStore.open(spec, tmp_path / name) for name in ("one", "many"))
     assert all(torch.equal(one(name), many(name)) for name in model_weights(spec))
+
+
+def test_files_of_another_checkpoint_too_give_the_tensors_of_the_index(tmp_path, caplog) -> None:
+    spec, _ = save(MIXTRAL, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "all.safetensors")
+    index = dict.fromkeys(load_file(tmp_path / "all.safetensors"), "all.safetensors")
+    wanted = WeightStore.open(spec, sharded(tmp_path, index))
+    other = {"model.layers.7.mlp.weight": torch.ones(2)}
+    tensors = load_file(tmp_path / "all.safetensors")
+    save_file(tensors | other, tmp_path / "all.safetensors")
+    found = WeightStore.open(spec, tmp_path)
+    assert "1 tensors that the index does not name are not read" in caplog.text
+    assert all(torch.equal(found(name), wanted(name)) for name in model_weights(spec))
+    # transformers reads what its files hold, whatever the index names.
+    del index["model.norm.weight"]
+    save_file(tensors, sharded(tmp_path, index) / "all.safetensors")
+    assert WeightStore.open(spec, tmp_path)("model.norm.weight").shape == (spec.hidden_size,)
+
+
+def sharded(directory: Path, index: dict[str, str]) -> Path:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return directory
 
 
 def test_dropping_pages_of_experts_keeps_their_values(tmp_path) -> None:
