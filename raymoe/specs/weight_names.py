@@ -29,6 +29,7 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 # Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
 # whose names begin like this (ERNIE, MiMo, EXAONE).
 _PREDICTOR_MARK = "eh_proj.weight"
+_MLX_EXPERTS = ".switch_mlp."
 _PREDICTORS = ("model.mtp_", "mtp.", "model.mtp.")
 
 
@@ -328,6 +329,11 @@ def _explain_missing(best: _Place, places: Iterable[_Place], stored: Collection[
     others = {place.location.name for place in places} - {best.location.name}
     if others:
         message += f", and so are its other names: {', '.join(map(repr, sorted(others)))}"
+    if any(_MLX_EXPERTS in name for name in stored):
+        message += (
+            f"; {_MLX_EXPERTS!r} is a name of MLX, which only MLX reads: take the repository that "
+            "it was converted from"
+        )
     return message
 
 

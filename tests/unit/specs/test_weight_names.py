@@ -148,6 +148,13 @@ def test_missing_experts_are_named_with_every_form() -> None:
         locate(stored)
 
 
+def test_experts_as_mlx_stores_them_are_told() -> None:
+    stored = {n: s for n, s in model_weights(MIXTRAL).items() if ".experts." not in n}
+    stored["model.layers.0.block_sparse_moe.switch_mlp.gate_proj.weight"] = (2, 24, 16)
+    with pytest.raises(CheckpointError, match=r"missing.*switch_mlp.*MLX.*converted from"):
+        locate(stored)
+
+
 def test_a_wrong_shape_names_file_tensor_and_both_shapes() -> None:
     stored = model_weights(MIXTRAL) | {GATE: (24, 17)}
     with pytest.raises(CheckpointError, match=r"a\.safetensors.*experts\.1.*24, 17.*24, 16"):
