@@ -18,8 +18,8 @@ _FORMATS: Mapping[str, tuple[str, str]] = {
     r".*\.gguf(\..*)?": (
         "a model of llama.cpp (GGUF)",
         f"{_CONVERTED}, or write it as safetensors with transformers: "
-        "AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME).save_pretrained(OUTPUT), "
-        "and AutoTokenizer likewise",
+        "AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME, quantization_config="
+        "GgufConfig(dequantize=True)).save_pretrained(OUTPUT), and AutoTokenizer with gguf_file",
     ),
     r"consolidated.*|params\.json": (
         "a model in the format of its publisher (consolidated, params.json)",
