@@ -14,6 +14,7 @@ from raymoe.cli import model_by_name
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
+from raymoe.specs.differences import differences_of
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
 from raymoe.specs.files import CONFIG_FILE, check_adapter, is_hub_name, read_config
@@ -96,6 +97,7 @@ def _as_json(text: str) -> dict[str, object]:
         "weight_format": "none" if spec.quantization is None else spec.quantization.name,
         "weight_bytes": spec.stored_bytes,
         "kv_bytes_per_token": spec.kv_bytes_per_token(KV_BYTES),
+        "differs_from_transformers": differences_of(spec),
         "checked": _check_weights(spec, Path(text)) if is_directory else "",
     }
 
@@ -211,6 +213,8 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
     if spec.has_states:
         yield "states of a sequence", format_bytes(spec.state_bytes(KV_BYTES))
+    for difference in differences_of(spec):
+        yield "differs on purpose", difference
 
 
 def _attention(attention: AnyAttentionSpec) -> str:

@@ -48,6 +48,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
+from raymoe.specs.differences import differences_of
 from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
 from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
@@ -224,6 +225,8 @@ def load_parts(
     check_adapter(directory, is_ignored=config.ignore_adapter)
     files = files_key(directory) if config.shared_weights is True else ""
     spec = configured_model(ModelSpec.from_directory(directory), config)
+    for difference in differences_of(spec):
+        logger.warning("%s differs from transformers on purpose: %s", spec.name, difference)
     tokenizer = Tokenizer(  # its process loads meanwhile
         directory,
         spec.vocab_size,

@@ -107,8 +107,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         architecture="NemotronHForCausalLM",
         was_published_with_code=True,
         aliases={"layers_block_type": "layer_types"},  # the class has the opposite
-        # transformers bounds steps of time by time_step_min in prompts and not while it decodes;
-        # here they have no bound, so that results differ where a prompt's step is smaller.
+        # time_step_min: see `specs.differences`.
         ignored=TRAINING_FIELDS
         | {"chunk_size", "expand", "mamba_proj_bias", "moe_shared_expert_overlap", "norm_eps"}
         | {"mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_logits_to_keep"}
