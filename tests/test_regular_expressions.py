@@ -30,8 +30,13 @@ LOCALS = {
     "cli/writers.py": {"PREFIX": "part-", "suffix": r"\.jsonl"},
     "cli/storage.py": {"words": "NoSuchKey|404"},
 }
-# Patterns of configurations; `specs.quantization` decides how they are matched.
-BUILT_ELSEWHERE = {"specs/quantization.py": {"expression"}}
+# Patterns of configurations, for which `specs.quantization` decides how they are matched; those
+# for messages of llguidance, which the worker cuts, and for names of files.
+BUILT_ELSEWHERE = {
+    "specs/quantization.py": {"expression"},
+    "engine/grammar_errors.py": {"pattern"},
+    "specs/other_formats.py": {"pattern"},
+}
 
 
 @dataclass

@@ -211,7 +211,7 @@ def with_logprobs(url):
     one = with_token_bytes(Generation(text="x", logprobs=ENTRIES), BYTES)
     columns = OutputColumns.of(SamplingParams(), has_choices=True, has_token_bytes=True)
     table = pa.table({"custom_id": ["a"], "url": [url], "model": ["m"]})
-    (response,) = write_responses(columns.append(table, [one]))
+    (response,) = write_responses(columns.append(table, [one])[0])
     return response["response"]["body"]["choices"][0]["logprobs"]
 
 
@@ -237,12 +237,16 @@ def test_log_probabilities_of_a_completion_have_text_and_offsets():
 
 def test_tokens_whose_bytes_cannot_be_read_make_error_rows_of_their_rows_alone():
     def fail(tokens):
-        assert tokens == {1, 2, 3, 4, 5, 6}
-        raise DecodeError("no")
+        if 4 in tokens:
+            raise DecodeError("no")
+        return {7: b"z"}
 
-    rows = [Generation(text="x", logprobs=ENTRIES), Generation(text="y")]
-    first, second = add_token_bytes(rows, fail)
-    assert (first.error, second) == ("DecodeError: no", rows[1])
+    other = TokenLogprob(7, -0.5)
+    rows = [Generation(text=text, logprobs=(other,)) for text in "xy"]
+    rows.insert(1, Generation(text="bad", logprobs=ENTRIES))
+    first, bad, last = add_token_bytes(rows, fail)
+    assert bad.error == "DecodeError: while finding the bytes of tokens: no"
+    assert [first, last] == [with_token_bytes(row, {7: b"z"}) for row in (rows[0], rows[2])]
 
 
 def test_an_error_has_a_code_and_a_message_and_can_be_read_again():
