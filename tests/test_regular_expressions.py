@@ -29,6 +29,7 @@ LOCALS = {
     "doctor/machine.py": {"field": "MemAvailable"},
     "cli/writers.py": {"PREFIX": "part-", "suffix": r"\.jsonl"},
     "cli/storage.py": {"words": "NoSuchKey|404"},
+    "specs/quantization.py": {"name": "self_attn.q_proj"},
 }
 # Patterns of configurations, for which `specs.quantization` decides how they are matched; those
 # for messages of llguidance, which the worker cuts, and for names of files.

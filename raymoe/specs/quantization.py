@@ -548,7 +548,7 @@ def _modules_of_blocks(listed: object) -> tuple[re.Pattern[str], ...]:
     if not names or not all(isinstance(name, str) for name in names):
         raise _refusal(field, listed, ("lists of names",))
     first = [name for name in names if not _OTHER_EXPERT.search(name)]
-    return tuple(re.compile(rf"(?:.*\.)?{re.escape(name)}$") for name in sorted(first))
+    return tuple(re.compile(rf"^(?:.*\.)?{re.escape(name)}$") for name in sorted(first))
 
 
 def _refusal(field: str, value: object, supported: tuple[object, ...]) -> UnsupportedModelError:
