@@ -547,10 +547,7 @@ class EngineCore:
         if self._masks is not None:
             self._masks.end(sample.slot)
             self._late.pop(sample.slot, None)
-        if generation.values is None:
-            self.scheduler.finish(sample.slot)
-        else:
-            self.scheduler.end_read(sample.slot)
+        self.scheduler.finish(sample.slot)
         self.counters.num_generated_tokens += generation.num_generated_tokens
         self.counters.num_cached_tokens += generation.num_cached_tokens
         request.finished[sample.index] = generation

@@ -1,8 +1,7 @@
 """StepScheduler: which sequences run in the next step, with how many tokens each.
 
-Prompts that begin with the same tokens share full blocks of the KV cache with live sequences (Kwon
-et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-SOSP 2023, section 4.4).
+Prompts that begin with the same tokens share full blocks of the KV cache (Kwon et al., "Efficient
+Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, section 4.4).
 """
 
 import itertools
@@ -25,8 +24,9 @@ from raymoe.engine.sequence import (
     choose_scheduled_tokens,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.memory.kv_cache import BlockPool, blocks_of_tokens
-from raymoe.memory.prefixes import PrefixIndex, StateSnapshots, branch_points, prefix_keys
+from raymoe.memory.block_pool import BlockPool
+from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.memory.prefixes import ComingPrefixes, StateSnapshots, branch_points, prefix_keys
 from raymoe.plan.job import SteadyAdmission
 from raymoe.plan.policy import Policy
 
@@ -164,12 +164,13 @@ class StepScheduler:
     none is free, the newest one gives up its blocks, keeps its tokens and computes them again
     later; the oldest always finishes, so everything does.
 
-    A prompt that begins like that of a live sequence takes over its full blocks. While more are
-    being computed, and are at least half of its rest, a sequence lets others go before it.
+    A prompt that begins like an earlier one takes over its full blocks, which stay in the cache
+    until their memory is needed. While more are being computed, and are at least half of its rest,
+    a sequence lets others go before it.
 
     Where layers keep states, a sequence takes over blocks up to a snapshot of the state after them.
-    Its own state is kept where prompts that wait, or that of a live sequence, branch off its own:
-    a chunk of its prompt ends there. A snapshot goes with its blocks, or for newer ones.
+    Its own state is kept where prompts that wait, or one in the cache, branch off its own: a chunk
+    of its prompt ends there. A snapshot goes with its blocks, or for newer ones.
 
     Args:
         policy: Sizes of steps and of the KV cache.
@@ -198,9 +199,8 @@ class StepScheduler:
         self.live: list[Sample | None] = [None] * num_slots
         self.admitted: list[Sample] = []  # by the latest pass
         self.num_preemptions = 0
-        self._read: list[Sample] = []  # over, but others may still share their blocks
         self._waiting: deque[Sample] = deque()
-        self._prefixes = PrefixIndex()
+        self._coming = ComingPrefixes()
         self._shares_across_lengths = shares_across_lengths
         assert not has_states or num_slots == policy.max_num_seqs, "slots of snapshots come next"
         snapshots = range(num_slots, policy.num_state_slots)
@@ -227,7 +227,7 @@ class StepScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or self.table.num_live > len(self._read)
+        return bool(self._waiting) or self.table.num_live > 0
 
     def sample_of(self, slot: int) -> Sample:
         sample = self.live[slot]
@@ -235,12 +235,11 @@ class StepScheduler:
         return sample
 
     def unfinished(self) -> list[Sample]:
-        live = (sample for sample in self.live if sample is not None)
-        return [*self._waiting, *(sample for sample in live if sample not in self._read)]
+        return [*self._waiting, *(sample for sample in self.live if sample is not None)]
 
     def running_slots(self) -> set[int]:
         """Slots of sequences that are not over."""
-        return {*self.table.live_slots().tolist()} - {sample.slot for sample in self._read}
+        return {*self.table.live_slots().tolist()}
 
     def add(self, sample: Sample) -> None:
         self._waiting.append(sample)
@@ -257,11 +256,8 @@ class StepScheduler:
         if self._restart_length is not None:
             self._restart(self._restart_length)
         has_preempted = self._make_room()
-        if not has_preempted or self.table.num_live == len(self._read):
+        if not has_preempted or not self.table.num_live:
             self._admit()
-            if self._read:
-                self._release_read()
-                self._admit()  # those for which there was no place before
         slots = self.table.live_slots()
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
         assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
@@ -282,27 +278,13 @@ class StepScheduler:
         self._leave(sample)
         return sample
 
-    def end_read(self, slot: int) -> None:
-        """Free the slot of a sequence that was read, after sequences that wait may share it."""
-        sample = self.sample_of(slot)
-        if self._waiting:
-            self._read.append(sample)
-        else:
-            self._leave(sample)
-
     def drop(self, requests: Collection[Request]) -> None:
         """Free what the sequences of these rows have, between steps."""
-        self._release_read()
         kept = (one for one in self._waiting if one.request not in requests)
         self._waiting = deque(kept)
         for sample in self.live:
             if sample is not None and sample.request in requests:
                 self._leave(sample)
-
-    def _release_read(self) -> None:
-        read, self._read = self._read, []
-        for sample in read:
-            self._leave(sample)
 
     def _num_scheduled_tokens(self, slots: Int64s) -> Int32s:
         policy = self.policy
@@ -319,14 +301,10 @@ class StepScheduler:
             needing = slots[is_decoding & is_full]
             if len(needing) <= self.pool.num_free:
                 break
-            if self._read:
-                self._release_read()
-                slots = table.live_slots()
-                continue
             self._preempt(self.sample_of(int(slots[-1])))
             slots = slots[:-1]
         if len(needing):
-            table.add_blocks(needing, self.pool.allocate(len(needing)))
+            table.add_blocks(needing, self._allocate(len(needing)))
         return self.num_preemptions > before
 
     def _restart(self, length: int) -> None:
@@ -353,11 +331,8 @@ class StepScheduler:
 
     def _leave(self, sample: Sample) -> None:
         computed = int(self.table.num_computed_tokens[sample.slot])
-        self._prefixes.forget(self._coming_keys(sample, slice(computed // BLOCK_TOKENS, None)))
-        freed = self.pool.release(self.table.remove(sample.slot))
-        removed = self._prefixes.remove(freed.tolist())
-        if self._snapshots is not None:
-            self._snapshots.drop(removed)
+        self._coming.forget(self._coming_keys(sample, slice(computed // BLOCK_TOKENS, None)))
+        self.pool.release(self.table.remove(sample.slot))
         sample.snapshot_blocks = ()
         self.live[sample.slot] = None
         sample.slot = -1
@@ -392,7 +367,7 @@ class StepScheduler:
             middle = len(rest) // 2
             # A snapshot may come anywhere in the second half; blocks come one after another.
             half = rest[middle : middle + 1 if self._snapshots is None else None]
-            if any(key in coming or self._prefixes.is_coming(key) for key in half):
+            if any(key in coming or key in self._coming for key in half):
                 continue
             chosen.append(sample)
             if len(chosen) == self._num_candidates:
@@ -404,12 +379,14 @@ class StepScheduler:
         if not candidates:
             return 0
         known = np.array([len(sample.known) for sample in candidates])
+        held = known - BLOCK_TOKENS * self._num_used(candidates) + MEAN_WASTE
         prompt = np.array([sample.num_prompt_tokens for sample in candidates])
         limit = np.array([sample.request.max_tokens_total for sample in candidates])
         is_fixed = np.array([sample.has_fixed_length for sample in candidates])
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
-        live, waiting = self._live_lengths(), (known + MEAN_WASTE, remaining)
-        count = count_admissible(live, waiting, self._capacity_tokens)
+        live, waiting = self._live_lengths(), (held, remaining)
+        capacity = self._capacity_tokens - BLOCK_TOKENS * self._num_inherited_blocks()
+        count = count_admissible(live, waiting, capacity)
         if self._admission is not None and not self._may_all_enter(live, waiting):
             rows = np.resize(np.arange(len(known)), TYPICAL_ROWS)
             lengths = self.forecast.typical((limit - known)[rows], is_fixed[rows])
@@ -437,17 +414,41 @@ class StepScheduler:
         known, prompt = table.num_tokens[slots], table.prompt_tokens[slots]
         limit, is_fixed = table.max_tokens_total[slots], table.has_fixed_length[slots]
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
-        return known.astype(np.int64) + MEAN_WASTE, remaining
+        own = (known - table.num_cached_tokens[slots]).astype(np.int64)
+        return own + MEAN_WASTE, remaining
+
+    def _num_used(self, candidates: Iterable[Sample]) -> Int64s:
+        """Blocks of each that sequences use already when it enters, in this order."""
+        counts, taken = [], set[int]()
+        for sample in candidates:
+            shared = self._shared_blocks(sample)
+            unused = shared[self.pool.references(shared) == 0].tolist()
+            counts.append(len(shared) - sum(block not in taken for block in unused))
+            taken.update(unused)
+        return np.array(counts, np.int64)
+
+    def _num_inherited_blocks(self) -> int:
+        """Blocks in use that no live sequence allocated: the one that did has ended."""
+        table, slots = self.table, self.table.live_slots()
+        own = table.num_blocks[slots] - table.num_cached_tokens[slots] // BLOCK_TOKENS
+        return self.pool.num_blocks - self.pool.num_free - int(own.sum())
 
     def _has_blocks(self, sample: Sample) -> bool:
         reserved = self._reserved_blocks if self.table.num_live else 0
-        needed = blocks_of_tokens(len(sample.known)) - len(self._shared_blocks(sample))
+        in_use = int((self.pool.references(self._shared_blocks(sample)) > 0).sum())
+        needed = blocks_of_tokens(len(sample.known)) - in_use
         return needed + reserved <= self.pool.num_free
+
+    def _allocate(self, num_blocks: int) -> Int32s:
+        blocks, lost = self.pool.allocate(num_blocks)
+        if self._snapshots is not None:
+            self._snapshots.drop(lost)
+        return blocks
 
     def _enter(self, sample: Sample) -> int:
         shared, known = self._shared_blocks(sample), sample.known
         self.pool.retain(shared)
-        fresh = self.pool.allocate(blocks_of_tokens(len(known)) - len(shared))
+        fresh = self._allocate(blocks_of_tokens(len(known)) - len(shared))
         computed = len(shared) * BLOCK_TOKENS
         logit_begin, logit_end = sample.logit_positions
         sample.slot = self.table.admit(
@@ -466,7 +467,7 @@ class StepScheduler:
             )
         )
         if self._snapshots is None:
-            self._prefixes.expect(self._keys(sample)[len(shared) :])
+            self._coming.expect(self._keys(sample)[len(shared) :])
         elif len(shared):
             self._snapshots.restore(self._keys(sample)[len(shared) - 1], sample.slot)
         sample.num_cached_tokens = computed
@@ -482,10 +483,10 @@ class StepScheduler:
 
     def _shared_blocks(self, sample: Sample) -> Int32s:
         keys = self._shareable_keys(sample)
-        return self._prefixes.find(keys[: self._num_shared(keys)])
+        return self.pool.find(keys[: self._num_shared(keys)])
 
     def _num_shared(self, keys: Sequence[bytes]) -> int:
-        num_blocks = self._prefixes.num_blocks(keys)
+        num_blocks = self.pool.num_found(keys)
         if self._snapshots is None:
             return num_blocks
         return self._snapshots.num_blocks(keys[:num_blocks])
@@ -513,9 +514,9 @@ class StepScheduler:
     def _share(self, slot: int, computed: int) -> None:
         sample, end = self.sample_of(slot), int(self.table.num_computed_tokens[slot])
         new = slice(computed // BLOCK_TOKENS, end // BLOCK_TOKENS)
-        self._prefixes.forget(self._coming_keys(sample, new))
+        self._coming.forget(self._coming_keys(sample, new))
         keys = self._keys(sample)[new]
-        self._prefixes.add(keys, self.table.block_table[slot, new][: len(keys)].tolist())
+        self.pool.share(keys, self.table.block_table[slot, new][: len(keys)].tolist())
         if self._snapshots is not None and end == self.table.chunk_end[slot]:
             self._snapshots.take(keys[-1], slot)
             self._limit_chunk(sample)
@@ -524,18 +525,18 @@ class StepScheduler:
         """Decide where the states of sequences that begin are kept for those that wait."""
         waiting = itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)
         wanted = Counter(itertools.chain.from_iterable(map(self._shareable_keys, waiting)))
-        room = snapshots.num_slots - snapshots.want(wanted) - self._prefixes.num_coming
+        room = snapshots.num_slots - snapshots.want(wanted) - len(self._coming)
         for sample in entered:
             keys, num_shared = self._keys(sample), sample.num_cached_tokens // BLOCK_TOKENS
-            num_live = self._prefixes.num_blocks(keys)  # that a live sequence has
+            num_found = self.pool.num_found(keys)  # that an earlier sequence has computed
             others = sample.request.params.n - 1 if sample.index == 0 else 0
-            sharing = [wanted[key] + others + (i < num_live) for i, key in enumerate(keys)]
+            sharing = [wanted[key] + others + (i < num_found) for i, key in enumerate(keys)]
             points = branch_points(sharing, num_shared, max(room, 0))
             sample.snapshot_blocks = tuple(
-                length for length in points if not self._prefixes.is_coming(keys[length - 1])
+                length for length in points if keys[length - 1] not in self._coming
             )
             room -= len(sample.snapshot_blocks)
-            self._prefixes.expect(self._coming_keys(sample, slice(num_shared, None)))
+            self._coming.expect(self._coming_keys(sample, slice(num_shared, None)))
             self._limit_chunk(sample)
 
     def _limit_chunk(self, sample: Sample) -> None:

@@ -76,6 +76,7 @@ class SequenceTable:
         self.rope_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.num_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.num_computed_tokens: Int32s = np.zeros(num_slots, np.int32)
+        self.num_cached_tokens: Int32s = np.zeros(num_slots, np.int32)  # at admission
         self.max_tokens_total: Int32s = np.zeros(num_slots, np.int32)
         self.chunk_end: Int32s = np.zeros(num_slots, np.int32)  # that no chunk of a prompt passes
         self.last_token: Int32s = np.zeros(num_slots, np.int32)
@@ -127,7 +128,7 @@ class SequenceTable:
         self.prompt_tokens[slot] = admission.prompt_tokens
         self.rope_tokens[slot] = admission.rope_tokens
         self.num_tokens[slot] = len(tokens)
-        self.num_computed_tokens[slot] = first
+        self.num_computed_tokens[slot] = self.num_cached_tokens[slot] = first
         self.max_tokens_total[slot] = admission.max_tokens_total
         self.chunk_end[slot] = NO_END
         self.last_token[slot] = tokens[-1]

@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor of blocks per layer, and reference counts of blocks.
+"""The paged KV cache: one tensor of blocks per layer.
 
 A block id refers to the same block in every layer. Layers without KV have states of slots instead.
 """
@@ -7,16 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from raymoe.errors import CapacityError, ConfigError
+from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, StateLayout
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.units import ceil_div, format_bytes
-
-BlockIds = npt.NDArray[np.int32]
 
 
 def blocks_of_tokens(num_tokens: int) -> int:
@@ -120,50 +116,3 @@ def _shaped(memory: Tensor, layout: CacheLayout, num_blocks: int) -> Tensor:
 
 def _zero(layer: Tensor, layout: CacheLayout, num_blocks: int) -> None:
     (layer if layout.sequence_bytes else layer[:num_blocks]).zero_()
-
-
-class BlockPool:
-    """Free list and reference counts of blocks.
-
-    Invariant: a block is in the free list exactly if its reference count is 0. Not thread-safe: the
-    engine thread owns the pool.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._references = np.zeros(num_blocks, np.int32)
-        # A stack: a block that was just freed may still be in the CPU cache and is used next.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self.num_free = num_blocks
-
-    def allocate(self, num_blocks: int) -> BlockIds:
-        """Take blocks, each with one reference.
-
-        Raises:
-            CapacityError: Fewer are free; nothing was taken.
-        """
-        if not 0 <= num_blocks <= self.num_free:
-            raise CapacityError(
-                f"{num_blocks} KV blocks asked, {self.num_free} of {self.num_blocks} are free; "
-                "compare with num_free before allocating"
-            )
-        self.num_free -= num_blocks
-        blocks = self._free[self.num_free : self.num_free + num_blocks].copy()
-        self._references[blocks] = 1
-        return blocks
-
-    def retain(self, blocks: BlockIds) -> None:
-        assert (self._references[blocks] > 0).all(), "retained a free block"
-        np.add.at(self._references, blocks, 1)
-
-    def release(self, blocks: BlockIds) -> BlockIds:
-        """Drop a reference to each of these blocks; return those that became free."""
-        np.subtract.at(self._references, blocks, 1)
-        freed = np.unique(blocks[self._references[blocks] <= 0])
-        assert (self._references[freed] == 0).all(), "released a free block"
-        self._free[self.num_free : self.num_free + len(freed)] = freed
-        self.num_free += len(freed)
-        return freed
-
-    def references(self, block: int) -> int:
-        return int(self._references[block])

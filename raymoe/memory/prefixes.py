@@ -1,4 +1,4 @@
-"""Prefixes that prompts share: keys of their blocks, where these are, and states after them."""
+"""Prefixes that prompts share: keys of their blocks, those to come, and states after them."""
 
 import hashlib
 from collections import Counter
@@ -31,59 +31,28 @@ def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-class PrefixIndex:
-    """Blocks of live sequences by key, and keys that they will have computed soon.
-
-    The engine thread owns it.
-    """
+class ComingPrefixes:
+    """Keys of blocks that live sequences will have computed soon. The engine thread owns it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._coming: Counter[bytes] = Counter()
+        self._counts: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._coming)
+        return len(self._counts)
 
-    @property
-    def num_coming(self) -> int:
-        return len(self._coming)
-
-    def num_blocks(self, keys: Sequence[bytes]) -> int:
-        """The length in blocks of the longest prefix whose blocks are computed."""
-        return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
-
-    def find(self, keys: Sequence[bytes]) -> Int32s:
-        """Blocks of a prefix, all of them computed."""
-        return np.array([self._blocks[key] for key in keys], np.int32)
-
-    def is_coming(self, key: bytes) -> bool:
-        """Whether a live sequence will have computed this prefix so that others can share it."""
-        return key in self._coming
+    def __contains__(self, key: object) -> bool:
+        return key in self._counts
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Note that a sequence begins to compute these blocks."""
-        self._coming.update(keys)
+        self._counts.update(keys)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Note that a sequence computes these no longer, or has done so."""
         for key in keys:
-            self._coming[key] -= 1
-            if not self._coming[key]:
-                del self._coming[key]
-
-    def add(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """Take computed blocks; of several with the same key, the first."""
-        for key, block in zip(keys, blocks, strict=True):
-            if key not in self._blocks:
-                self._blocks[key], self._keys[block] = block, key
-
-    def remove(self, blocks: Iterable[int]) -> list[bytes]:
-        """Forget blocks that are free; return the keys that no block has now."""
-        removed = [self._keys.pop(block) for block in blocks if block in self._keys]
-        for key in removed:
-            del self._blocks[key]
-        return removed
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
 
 
 class StateSnapshots:

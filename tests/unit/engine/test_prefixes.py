@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from raymoe.data.sorting import deal_rows, prompt_bytes
 from raymoe.engine.core import EngineCore
-from raymoe.engine.scheduler import StepScheduler, prefix_keys
+from raymoe.engine.scheduler import StepScheduler
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.prefixes import prefix_keys
 from tests.unit.engine.fakes import expected_tokens, small_policy
 from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones
 
@@ -30,7 +31,7 @@ def cached(bench: Bench) -> int:
 def assert_nothing_is_left(bench: Bench) -> None:
     scheduler = bench.core.scheduler
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    assert len(scheduler._prefixes) == 0
+    assert len(scheduler._coming) == 0
 
 
 def test_keys_say_whether_all_tokens_before_are_equal() -> None:

@@ -15,6 +15,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.job import job_steps
 from raymoe.specs.workload import Workload
 from tests.unit.engine.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens, small_policy
+from tests.unit.memory.test_block_pool import check_pool
 
 
 class Bench:
@@ -30,7 +31,7 @@ class Bench:
         has_states=False,
     ):
         num_states = policy.num_state_slots if has_states else 0
-        self.runner = FakeRunner(policy.num_kv_blocks, before, num_states=num_states)
+        self.runner = FakeRunner(policy.num_kv_blocks, self._checked(before), num_states=num_states)
         self.results = {}
         self.core = EngineCore(
             self.runner,
@@ -44,6 +45,13 @@ class Bench:
             has_states=has_states,
         )
         self.num_rows = 0
+
+    def _checked(self, before):
+        def check(inputs) -> None:
+            assert_blocks_add_up(self.core.scheduler)
+            before(inputs)
+
+        return check
 
     def add(self, prompt, **params) -> Request:
         params = SamplingParams(**({"temperature": 0.0} | params))
@@ -63,11 +71,27 @@ class Bench:
     def run(self) -> None:
         while self.core.has_work:
             self.core.step()
+        assert_blocks_add_up(self.core.scheduler)
 
     def assert_all_as_expected(self, prompts, max_tokens) -> None:
         assert sorted(self.results) == list(range(len(prompts)))
         for order, prompt in enumerate(prompts):
             assert list(self.results[order].token_ids) == expected_tokens(prompt, max_tokens)
+
+
+def assert_blocks_add_up(scheduler) -> None:
+    """No block is lost or used twice, and snapshots are those of prefixes in the cache."""
+    table, pool, snapshots = scheduler.table, scheduler.pool, scheduler._snapshots
+    references = np.zeros(pool.num_blocks, np.int32)
+    for slot in table.live_slots():
+        np.add.at(references, table.blocks(slot), 1)
+    assert (references == pool._references).all()
+    check_pool(pool)
+    if snapshots is not None:
+        assert set(snapshots._slots) <= set(pool._blocks)
+        slots = [*snapshots._free, *snapshots._slots.values()]
+        policy = scheduler.policy
+        assert sorted(slots) == list(range(policy.max_num_seqs, policy.num_state_slots))
 
 
 def prompts_of(lengths, seed=0):

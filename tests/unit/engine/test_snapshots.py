@@ -8,7 +8,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.prefixes import StateSnapshots, branch_points
 from raymoe.plan.policy import max_sequences, num_state_slots
 from tests.unit.engine.fakes import expected_tokens, small_policy
-from tests.unit.engine.test_prefixes import ROOMY, cached, family
+from tests.unit.engine.test_prefixes import ROOMY, assert_nothing_is_left, cached, family
 from tests.unit.engine.test_scheduler import Bench, prompts_of, short_rows_then_long_ones
 
 
@@ -21,15 +21,6 @@ def run(policy, prompts, *, max_tokens=4, has_states=True, **params) -> Bench:
     if has_states:
         assert_nothing_is_left(bench)
     return bench
-
-
-def assert_nothing_is_left(bench: Bench) -> None:
-    scheduler = bench.core.scheduler
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    assert len(scheduler._prefixes) == len(scheduler._snapshots) == 0
-    assert sorted(scheduler._snapshots._free) == list(
-        range(scheduler.policy.max_num_seqs, scheduler.policy.num_state_slots)
-    )
 
 
 @pytest.mark.parametrize("head", [33, 64, 95, 96, 100])
