@@ -114,6 +114,12 @@ _PLAIN = (
         _of_engine(lambda one: one.num_cached_tokens),
     ),
     (
+        "evicted_blocks",
+        _COUNTER,
+        "KV blocks with prefixes that were lost to others.",
+        _of_engine(lambda one: one.num_evicted_blocks),
+    ),
+    (
         "generated_tokens",
         _COUNTER,
         "Tokens generated.",

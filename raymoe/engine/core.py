@@ -26,6 +26,7 @@ from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -156,7 +157,7 @@ class EngineCore:
         finish: Finish,
         accuracy: Accuracy | None = None,
         masks: TokenBitmasks | None = None,
-        shares_across_lengths: bool = True,
+        prefix_salt: PrefixSalt = no_salt,
         restart_length: int | None = None,
         has_states: bool = False,
         replanner: Replanner | None = None,
@@ -166,7 +167,7 @@ class EngineCore:
         self.scheduler = StepScheduler(
             policy,
             max_model_len,
-            shares_across_lengths=shares_across_lengths,
+            prefix_salt=prefix_salt,
             restart_length=restart_length,
             has_states=has_states,
             num_slots=None if replanner is None else replanner.num_slots,

@@ -204,7 +204,7 @@ class Engine:
             finish=self._finish,
             accuracy=self.accuracy,
             masks=self._masks,
-            shares_across_lengths=parts.shares_across_lengths,
+            prefix_salt=parts.prefix_salt,
             restart_length=parts.restart_length,
             has_states=parts.has_states,
             replanner=replanner,
@@ -214,6 +214,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
         self._dropped: set[Request] = set()  # the engine's thread lets go of them after its step
+        self._drops_prefixes = False  # before the next step
         self._num_rows = self._num_finished = self._num_errors = 0
         self._num_blocked = 0
         self._failure: ExecutionError | None = None
@@ -413,12 +414,20 @@ class Engine:
                 num_prompt_tokens=counters.num_prompt_tokens,
                 num_cached_tokens=counters.num_cached_tokens,
                 num_generated_tokens=counters.num_sampled_tokens,
+                num_evicted_blocks=scheduler.pool.num_evicted,
                 num_preemptions=scheduler.num_preemptions,
                 busy_s=counters.step_s,
                 predicted_s=total.predicted_s,
                 link_s=total.busy_s.get(Resource.HTOD, 0.0),
                 generated_tokens_per_s=counters.num_sampled_tokens / active_s if active_s else 0.0,
             )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts of rows that are over, before any row that is submitted later."""
+        self._check_process()
+        with self._changed:
+            self._drops_prefixes = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop after the current step, fail rows that are unfinished, join all threads.
@@ -562,6 +571,9 @@ class Engine:
                     self._core.drop(self._dropped)
                     self._dropped.clear()
                     self._changed.notify_all()  # there is room for others
+                if self._drops_prefixes:
+                    self._core.scheduler.drop_kept_prefixes()
+                    self._drops_prefixes = False
                 if self._core.has_work or self._start.wait_s(len(self._inbox)) == 0.0:
                     while self._inbox:
                         self._core.add(self._inbox.popleft())

@@ -309,7 +309,7 @@ def _load_plan(
         num_threads=job.hardware.num_cores,
         num_torch_threads=job.num_torch_threads,
         plan=plan,
-        shares_across_lengths=not spec.depends_on_length,
+        prefix_salt=spec.prefix_salt,
         restart_length=spec.restart_length,
         has_states=spec.has_states,
         release=loaded.release,

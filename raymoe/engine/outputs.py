@@ -98,6 +98,7 @@ class EngineStats:
         num_computed_tokens: Prompt and generated tokens computed, recomputation included.
         num_prompt_tokens: Prompt tokens among `num_computed_tokens`.
         num_cached_tokens: Prompt tokens of finished samples from the prefix cache.
+        num_evicted_blocks: KV blocks with prefixes that were lost to others.
         num_preemptions: Sequences that lost their blocks and were recomputed.
         predicted_s: The cost model's prediction for all steps; 0 without a plan.
         link_s: Busy time of the link to the device during steps.
@@ -116,6 +117,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_evicted_blocks: int
     num_preemptions: int
     busy_s: float
     predicted_s: float

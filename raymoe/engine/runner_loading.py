@@ -30,6 +30,7 @@ from raymoe.measure.kept import Gpu, load_tiles
 from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
 from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache, blocks_of_tokens, device_cache
+from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
@@ -434,8 +435,8 @@ class EngineParts:
         eos_token_ids: Tokens that end a row.
         plan: What was planned, if it was.
         has_states: Whether layers keep states, which sequences share as copies.
-        shares_across_lengths: Whether prompts of different lengths that begin the same have the
-            same KV there; not where rotary embeddings depend on the length.
+        prefix_salt: Differs between lengths of prompts that do not share KV although they begin
+            the same: rotary embeddings may depend on the length.
         restart_length: Length beyond which a row computes all its KV again.
         release: Called once when the engine has ended: gives memory back.
         interrupt: Called when a step is stuck: ends what it may be waiting for, so that it fails.
@@ -453,7 +454,7 @@ class EngineParts:
     num_threads: int
     num_torch_threads: int | None = None
     plan: Plan | None = None
-    shares_across_lengths: bool = True
+    prefix_salt: PrefixSalt = no_salt
     has_states: bool = False
     restart_length: int | None = None
     release: Callable[[], None] = nothing

@@ -26,7 +26,14 @@ from raymoe.engine.sequence import (
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.block_pool import BlockPool
 from raymoe.memory.kv_cache import blocks_of_tokens
-from raymoe.memory.prefixes import ComingPrefixes, StateSnapshots, branch_points, prefix_keys
+from raymoe.memory.prefixes import (
+    ComingPrefixes,
+    PrefixSalt,
+    StateSnapshots,
+    branch_points,
+    no_salt,
+    prefix_keys,
+)
 from raymoe.plan.job import SteadyAdmission
 from raymoe.plan.policy import Policy
 
@@ -174,7 +181,7 @@ class StepScheduler:
 
     Args:
         policy: Sizes of steps and of the KV cache.
-        shares_across_lengths: Whether KV does not depend on how long the prompt is.
+        prefix_salt: Of a prompt's length; prompts of different salts share nothing.
         has_states: Whether layers keep states; prefixes are then shared from snapshots.
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
@@ -186,7 +193,7 @@ class StepScheduler:
         policy: Policy,
         max_model_len: int,
         *,
-        shares_across_lengths: bool = True,
+        prefix_salt: PrefixSalt = no_salt,
         has_states: bool = False,
         restart_length: int | None = None,
         num_slots: int | None = None,
@@ -201,7 +208,7 @@ class StepScheduler:
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()
         self._coming = ComingPrefixes()
-        self._shares_across_lengths = shares_across_lengths
+        self._prefix_salt = prefix_salt
         assert not has_states or num_slots == policy.max_num_seqs, "slots of snapshots come next"
         snapshots = range(num_slots, policy.num_state_slots)
         self._snapshots = StateSnapshots(snapshots) if has_states else None
@@ -277,6 +284,10 @@ class StepScheduler:
         sample = self.sample_of(slot)
         self._leave(sample)
         return sample
+
+    def drop_kept_prefixes(self) -> None:
+        """Forget what no live sequence uses, between steps."""
+        self._lose(self.pool.drop_kept())
 
     def drop(self, requests: Collection[Request]) -> None:
         """Free what the sequences of these rows have, between steps."""
@@ -441,9 +452,12 @@ class StepScheduler:
 
     def _allocate(self, num_blocks: int) -> Int32s:
         blocks, lost = self.pool.allocate(num_blocks)
-        if self._snapshots is not None:
-            self._snapshots.drop(lost)
+        self._lose(lost)
         return blocks
+
+    def _lose(self, keys: Iterable[bytes]) -> None:
+        if self._snapshots is not None:
+            self._snapshots.drop(keys)
 
     def _enter(self, sample: Sample) -> int:
         shared, known = self._shared_blocks(sample), sample.known
@@ -499,7 +513,7 @@ class StepScheduler:
         if sample.is_restarted:
             return ()  # restarted: the same tokens, rotated otherwise
         if request.prefix_keys is None:
-            salt = 0 if self._shares_across_lengths else len(request.prompt)
+            salt = self._prefix_salt(len(request.prompt))
             request.prefix_keys = prefix_keys(request.prompt, salt)
         return request.prefix_keys
 

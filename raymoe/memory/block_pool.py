@@ -121,9 +121,7 @@ class BlockPool:
 
     def _evict(self) -> tuple[int, bytes]:
         once, often = self._used_once, self._used_often
-        is_once = not often or (
-            bool(once) and _oldest(once) <= _oldest(often) + self.num_blocks
-        )
+        is_once = not often or (bool(once) and _oldest(once) <= _oldest(often) + self.num_blocks)
         queue = once if is_once else often
         block = next(iter(queue))
         del queue[block]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,14 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 Int32s = npt.NDArray[np.int32]
 
 KEY_BYTES = 16
+PrefixSalt = Callable[[int], bytes]
 
 
-def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
+def no_salt(prompt_tokens: int) -> bytes:  # noqa: ARG001 - of models whose KV fits all lengths
+    return b""
+
+
+def prefix_keys(prompt: Int32s, salt: bytes = b"") -> tuple[bytes, ...]:
     """A key for each full block of a prompt: equal where all tokens up to its end are.
 
     The block with the last token has none: the logits of that token are wanted of every row.
@@ -24,7 +29,7 @@ def prefix_keys(prompt: Int32s, salt: int = 0) -> tuple[bytes, ...]:
     """
     tokens = np.ascontiguousarray(prompt, "<i4").tobytes()
     size = BLOCK_TOKENS * 4
-    key, keys = salt.to_bytes(8, "little"), []
+    key, keys = hashlib.blake2b(salt, digest_size=KEY_BYTES).digest(), []
     for end in range(size, (len(prompt) - 1) // BLOCK_TOKENS * size + 1, size):
         key = hashlib.blake2b(key + tokens[end - size : end], digest_size=KEY_BYTES).digest()
         keys.append(key)

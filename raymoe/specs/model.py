@@ -133,6 +133,10 @@ class ModelSpec:
         """Whether the KV of a token depends on the length of its sequence."""
         return any(rope.depends_on_length for rope in self.ropes)
 
+    def prefix_salt(self, prompt_tokens: int) -> bytes:
+        """Differs between lengths of prompts that have other KV where they begin the same."""
+        return b"".join(rope.variant(prompt_tokens).to_bytes(4, "little") for rope in self.ropes)
+
     @property
     def restart_length(self) -> int | None:
         """Length beyond which a row computes all its KV again; None if it never does."""

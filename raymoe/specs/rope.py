@@ -75,6 +75,14 @@ class RopeSpec:
     def depends_on_length(self) -> bool:
         return self.kind in {"dynamic", "longrope"}
 
+    def variant(self, prompt_tokens: int) -> int:
+        """A number that differs between lengths of prompts whose tokens are rotated differently."""
+        if self.kind == "longrope":
+            return int(prompt_tokens > self.original_max_tokens)
+        if self.kind == "dynamic" and prompt_tokens > self.max_position_embeddings:
+            return prompt_tokens
+        return 0
+
     @property
     def restart_length(self) -> int | None:
         return self.original_max_tokens if self.restarts and self.kind == "longrope" else None

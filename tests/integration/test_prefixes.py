@@ -31,19 +31,28 @@ LONGROPE = {
 def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
     changes = {} if rope is None else {"rope_parameters": rope}
     model = make_checkpoint(tmp_path / "model", **changes)
-    # `generate` starts the engine when all rows are inside; the first must not end before.
     config = EngineConfig(
         dtype="float32", device=device, num_threads=1, host_memory_bytes=3 * 2**30, linger_s=60.0
     )
     prompts = [HEAD + "x" * (7 * index) for index in range(8)]
     with Engine.from_pretrained(model, config) as engine:
-        alone = [engine.generate([prompt], PARAMS)[0] for prompt in prompts]
+        alone = []
+        for prompt in prompts:
+            engine.reset_prefix_cache()
+            alone += engine.generate([prompt], PARAMS)
+        engine.reset_prefix_cache()
         together = engine.generate(prompts, PARAMS)
-    assert [row.token_ids for row in together] == [row.token_ids for row in alone]
-    assert [row.error for row in together] == [""] * 8
+        again = engine.generate(prompts[::-1], PARAMS)[::-1]
+    for rows in (together, again):
+        assert [row.token_ids for row in rows] == [row.token_ids for row in alone]
+        assert [row.error for row in rows] == [""] * 8
     assert sum(row.num_cached_tokens for row in alone) == 0
+    # Of those with the long factors, the first computes its prompt too.
+    num_long = sum(row.num_input_tokens > 96 for row in alone)
     num_sharing = sum(row.num_cached_tokens >= 64 for row in together)
-    assert num_sharing == (7 if rope is None else 0)
+    assert num_sharing == (7 if rope is None else 6)
+    assert 0 < num_long < 8
+    assert all(row.num_cached_tokens > row.num_input_tokens - 40 for row in again)
 
 
 HYBRIDS = (
@@ -117,6 +126,7 @@ def check_hybrid(name: str, scenario: str, place: str) -> None:
             assert tokens == [reference.tokens[row] for row in order]
             num_cached = engine.stats().num_cached_tokens - before.num_cached_tokens
             assert share * shareable <= num_cached <= (shareable if share else 0)
+            engine.reset_prefix_cache()
             num_computed = engine.stats().num_computed_tokens - before.num_computed_tokens
             useful = sum(map(len, prompts)) + sum(len(row) - 1 for row in tokens)
             assert num_computed == useful - num_cached

@@ -38,6 +38,7 @@ ENGINE = EngineStats(
     num_live_sequences=30,
     num_slots=40,
     num_free_blocks=16,
+    num_evicted_blocks=3,
     num_kv_blocks=64,
     num_steps=50,
     num_computed_tokens=2000,

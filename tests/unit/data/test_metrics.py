@@ -15,6 +15,7 @@ EXPECTED = {
     "ray_raymoe_error_rows_total": {"ConfigError": 2, "DecodeError": 1},
     "ray_raymoe_prompt_tokens_total": {"": 900},
     "ray_raymoe_cached_tokens_total": {"": 64},
+    "ray_raymoe_evicted_blocks_total": {"": 3},
     "ray_raymoe_generated_tokens_total": {"": 1100},
     "ray_raymoe_preemptions_total": {"": 2},
     "ray_raymoe_steps_total": {"": 50},

@@ -41,7 +41,7 @@ def test_keys_say_whether_all_tokens_before_are_equal() -> None:
     assert keys[:3] == others[:3]
     assert keys[3] != others[3]
     assert len(prefix_keys(one[: 2 * BLOCK_TOKENS])) == 1
-    assert not set(keys) & set(prefix_keys(one, salt=1))
+    assert not set(keys) & set(prefix_keys(one, salt=b"1"))
     one[0] += 1
     assert not set(keys) & set(prefix_keys(one))
 
@@ -76,6 +76,89 @@ def test_rows_wait_for_the_first_of_their_family_and_let_others_pass() -> None:
     assert cached(bench) == 9 * 96
 
 
+@pytest.mark.parametrize("has_states", [False, True], ids=["KV", "states"])
+def test_rows_that_end_with_their_prompts_leave_their_prefix(has_states) -> None:
+    bench, prompts = Bench(ROOMY, has_states=has_states), family(96, range(1, 41))
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=1)
+    bench.run()
+    bench.assert_all_as_expected(prompts, 1)
+    assert bench.core.counters.num_computed_tokens == 96 + sum(range(1, 41))
+    assert_nothing_is_left(bench)
+
+
+@pytest.mark.parametrize("has_states", [False, True], ids=["KV", "states"])
+def test_a_later_job_computes_no_prefix_again(has_states) -> None:
+    bench, prompts = Bench(ROOMY, has_states=has_states), family(96, [9, 20, 30, 4])
+    for prompt in prompts[:2]:
+        bench.add(prompt, max_tokens=3)
+    bench.run()
+    bench.core.counters.num_computed_tokens = 0
+    for prompt in prompts[2:]:
+        bench.add(prompt, max_tokens=3)
+    bench.run()
+    assert bench.core.counters.num_computed_tokens == 30 + 4 + 2 * 2
+    bench.core.scheduler.drop_kept_prefixes()
+    again = bench.add(prompts[0], max_tokens=3)
+    bench.run()
+    assert bench.results[again.order].num_cached_tokens == 0
+    bench.assert_all_as_expected([*prompts, prompts[0]], 3)
+    assert_nothing_is_left(bench)
+
+
+def test_rows_given_up_leave_the_blocks_that_they_computed() -> None:
+    bench, prompts = Bench(small_policy(max_prefill_chunk_tokens=BLOCK_TOKENS)), family(128, [5, 7])
+    cancelled = bench.add(prompts[0], max_tokens=3)
+    for _ in range(3):
+        bench.core.step()
+    bench.core.drop([cancelled])
+    row = bench.add(prompts[1], max_tokens=3)
+    bench.run()
+    assert bench.results[row.order].num_cached_tokens == 3 * BLOCK_TOKENS
+    assert list(bench.results[row.order].token_ids) == expected_tokens(prompts[1], 3)
+
+
+def test_prompts_that_begin_each_other_share_whole_blocks_of_all_but_the_last_token() -> None:
+    bench, (longest,) = Bench(ROOMY), prompts_of([200])
+    lengths = (200, 64, 65, 96, 31, 200, 129)
+    for length in lengths:
+        bench.add(longest[:length], max_tokens=2)
+        bench.run()
+    bench.assert_all_as_expected([longest[:length] for length in lengths], 2)
+    found = [bench.results[i].num_cached_tokens for i in range(len(lengths))]
+    assert found == [0, 32, 64, 64, 0, 192, 128]
+
+
+def test_different_prompts_need_no_more_than_the_cache() -> None:
+    bench = Bench(small_policy(num_kv_blocks=20))
+    prompts = prompts_of([40 + index % 90 for index in range(300)])
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=2)
+    bench.run()
+    bench.assert_all_as_expected(prompts, 2)
+    assert cached(bench) == 0
+    assert bench.core.scheduler.pool.num_evicted > 300
+    assert_nothing_is_left(bench)
+
+
+def test_blocks_that_rows_share_count_once_at_admission() -> None:
+    policy = small_policy(
+        max_num_seqs=64,
+        max_num_batched_tokens=4096,
+        max_prefill_chunk_tokens=4096,
+        num_kv_blocks=64,
+    )
+    bench, prompts = Bench(policy, 1024), family(20 * BLOCK_TOKENS, [9] * 30)
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=8)
+    bench.core.step()
+    bench.core.step()
+    assert bench.core.scheduler.table.num_live == 30  # 20 blocks together and one each
+    bench.run()
+    assert bench.core.scheduler.num_preemptions == 0
+    bench.assert_all_as_expected(prompts, 8)
+
+
 def test_rows_that_share_little_do_not_wait() -> None:
     bench = Bench(ROOMY)
     for prompt in family(40, [100] * 3):
@@ -97,9 +180,9 @@ def test_a_prompt_whose_probabilities_are_wanted_is_computed() -> None:
     assert_nothing_is_left(bench)
 
 
-@pytest.mark.parametrize(("shares_across_lengths", "expected"), [(True, 96), (False, 0)])
-def test_lengths_that_matter_keep_prompts_apart(shares_across_lengths, expected) -> None:
-    scheduler = StepScheduler(ROOMY, 512, shares_across_lengths=shares_across_lengths)
+@pytest.mark.parametrize(("salt", "expected"), [(lambda _: b"", 96), (lambda n: bytes([n]), 0)])
+def test_lengths_that_matter_keep_prompts_apart(salt, expected) -> None:
+    scheduler = StepScheduler(ROOMY, 512, prefix_salt=salt)
     bench = Bench(ROOMY)
     bench.core.scheduler = scheduler
     first, longer, equal = (bench_request(bench, prompt) for prompt in family(100, [10, 20, 10]))
@@ -197,6 +280,6 @@ def test_arranged_rows_share_more() -> None:
 def test_a_core_takes_the_setting_along() -> None:
     core = EngineCore(
         Bench(ROOMY).runner, ROOMY, max_model_len=512, vocab_size=8, eos_token_ids=(),
-        decode_all=list, finish=lambda *_: None, shares_across_lengths=False,
+        decode_all=list, finish=lambda *_: None, prefix_salt=str,
     )  # fmt: skip
-    assert not core.scheduler._shares_across_lengths
+    assert core.scheduler._prefix_salt is str
