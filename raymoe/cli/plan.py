@@ -145,6 +145,13 @@ def _prediction_rows(plan: Plan, price_per_hour: float | None, num_nodes: int) -
             f"{num_nodes * plan.tokens_per_s:,.1f} generated tokens/s, "
             f"{plan.workload.num_rows:,} rows each",
         )
+    if plan.workload.shared_prompt_tokens:
+        alone = plan.estimate(replace(plan.workload, shared_prompt_tokens=0))
+        yield (
+            "shared prompts",
+            f"{plan.workload.shared_prompt_tokens:,} of {plan.workload.prompt_tokens:,} tokens a "
+            f"row are found in the KV cache; without, {format_seconds(alone.seconds)}",
+        )
     yield "the job", f"{format_seconds(job.seconds)} in {job.num_steps:,.0f} passes"
     if price_per_hour is not None:
         million = plan.cost_per_million_tokens(price_per_hour)
@@ -230,6 +237,7 @@ def plan_as_json(
         "hardware": plan.hardware.name,
         "num_rows": workload.num_rows,
         "prompt_tokens": workload.prompt_tokens,
+        "shared_prompt_tokens": workload.shared_prompt_tokens,
         "generated_tokens": workload.generated_tokens,
         "schedule": plan.schedule,
         "note": plan.note,
@@ -274,6 +282,14 @@ Hardware = Annotated[
     ),
 ]
 PromptLen = Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.")]
+SharedLen = Annotated[
+    int,
+    typer.Option(
+        "--shared-prompt-len",
+        min=0,
+        help="Mean tokens at the begin of a prompt that an earlier row has too.",
+    ),
+]
 GenLen = Annotated[int, typer.Option(min=1, help="Mean tokens to generate for a row.")]
 NumRows = Annotated[
     int | None,
@@ -377,6 +393,7 @@ def run(  # noqa: PLR0913 - the options of a command
     model: Model,
     hardware: Hardware = None,
     prompt_len: PromptLen = DEFAULT_WORKLOAD.prompt_tokens,
+    shared_prompt_len: SharedLen = 0,
     gen_len: GenLen = DEFAULT_WORKLOAD.generated_tokens,
     num_rows: NumRows = None,
     lengths: Lengths = None,
@@ -407,7 +424,7 @@ def run(  # noqa: PLR0913 - the options of a command
         hardware, prices, host_memory=host_memory, device_memory=device_memory, plot=plot,
         price_per_hour=price_per_hour, what_if=what_if, tensor_parallel=tensor_parallel > 1,
     )  # fmt: skip
-    workload = _workload(num_rows, prompt_len, gen_len, lengths)
+    workload = _workload(num_rows, (prompt_len, gen_len), lengths, shared_prompt_len)
     node = None if hardware is None else _node(hardware, host_memory, device_memory)
     spec = _with_state_dtype(_model(model, weights, dtype), state_dtype)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
@@ -424,8 +441,7 @@ def run(  # noqa: PLR0913 - the options of a command
         return
     plan, count = _plan_on(planner, fleet, node)
     notes = [*notes_of(plan, spec), *planner.fit_notes(node, plan)]
-    show = _print_json if as_json else _print
-    show(plan, price_per_hour, count, notes)
+    (_print_json if as_json else _print)(plan, price_per_hour, count, notes)
     planner = replace(planner, workload=plan.workload)
     if what_if:
         Console().print(_what_if_table(plan, planner))
@@ -460,15 +476,19 @@ def _plan_on(planner: JobPlanner, fleet: _Fleet, node: HardwareSpec) -> tuple[Pl
 
 
 def _workload(
-    num_rows: int | None, prompt_len: int, gen_len: int, lengths: Path | None
+    num_rows: int | None, means: tuple[int, int], lengths: Path | None, shared_prompt_len: int
 ) -> Workload:
     if lengths is not None:
-        return read_lengths(lengths, num_rows)
-    return Workload(
-        num_rows=num_rows or DEFAULT_WORKLOAD.num_rows,
-        prompt_tokens=prompt_len,
-        generated_tokens=gen_len,
-    )
+        workload = read_lengths(lengths, num_rows)
+    else:
+        num_rows = num_rows or DEFAULT_WORKLOAD.num_rows
+        workload = Workload(num_rows=num_rows, prompt_tokens=means[0], generated_tokens=means[1])
+    if shared_prompt_len >= workload.prompt_tokens:
+        raise ConfigError(
+            f"--shared-prompt-len is {shared_prompt_len}; a prompt has {workload.prompt_tokens} "
+            "tokens in the mean, and at least the last is its own"
+        )
+    return replace(workload, shared_prompt_tokens=shared_prompt_len)
 
 
 def _model(name: str, weights: str | None, dtype: str) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ import ray
 
 from raymoe.data.rows import RowReader, RowRequest
 from raymoe.data.tasks import TaskReader
+from raymoe.engine.outputs import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.memory.prefixes import prefix_keys
 from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -24,6 +28,7 @@ SAMPLED_ROWS = 2048
 MANY_ROWS = 100_000  # what a dataset of unknown size counts as
 
 logger = logging.getLogger(__name__)
+_NO_TOKENS: Int32s = np.array([], np.int32)
 
 
 def find_workload(
@@ -66,63 +71,77 @@ def workload_of(
         return None
     max_model_len = ModelSpec.from_directory(directory).max_model_len
     requests = [request for request in reader.read(sample) if request.prompt is not None]
-    pairs = []
-    for request, prompt_tokens in zip(requests, _lengths(requests, directory), strict=True):
+    pairs, num_shared = [], 0
+    known = set[bytes]()
+    for request, (prompt, num_more) in zip(requests, _tokens(requests, directory), strict=True):
+        prompt_tokens = min(len(prompt) + num_more, max_model_len)
         if prompt_tokens:
             limit = max(1, max_model_len - prompt_tokens)
             generated = min(request.sampling_params.max_tokens, limit)
-            pairs += [(min(prompt_tokens, max_model_len), generated)] * request.sampling_params.n
+            num_samples = request.sampling_params.n
+            pairs += [(prompt_tokens, generated)] * num_samples
+            keys = prefix_keys(prompt)
+            num_shared += next((i for i, key in enumerate(keys) if key not in known), len(keys))
+            num_shared += (num_samples - 1) * len(keys)
+            known.update(keys)
     if not pairs:
         return None
     each = len(pairs) / max(1, len(requests))
-    return resized(Workload.of_rows(tuple(pairs)), round(num_rows * each))
+    workload = Workload.of_rows(tuple(pairs), num_shared * BLOCK_TOKENS / len(pairs))
+    return replace(workload, num_rows=max(1, round(num_rows * each)))
 
 
 def resized(workload: Workload, num_rows: int) -> Workload:
     """Return the workload of another number of rows of the same lengths."""
-    return Workload(
-        num_rows=max(1, num_rows),
-        prompt_tokens=workload.prompt_tokens,
-        generated_tokens=workload.generated_tokens,
-        row_lengths=workload.row_lengths,
-    )
+    return replace(workload, num_rows=max(1, num_rows))
 
 
 def describe(workload: Workload) -> str:
     """Return rows and lengths as text."""
     pairs = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
     prompts, generated = np.array(pairs).T
+    shared = workload.shared_prompt_tokens
+    found = f", of which {shared:,} are those of an earlier row" if shared else ""
     return (
         f"{workload.num_rows:,} rows; prompts of {prompts.mean():,.0f} tokens on average "
-        f"(99 % at most {np.percentile(prompts, 99):,.0f}), at most {generated.mean():,.0f} "
+        f"(99 % at most {np.percentile(prompts, 99):,.0f}){found}, at most {generated.mean():,.0f} "
         "generated for each"
     )
 
 
-def _lengths(requests: Sequence[RowRequest], directory: Path) -> Iterable[int]:
-    """Return the tokens of each prompt; 0 for one that cannot be encoded."""
+def _tokens(requests: Sequence[RowRequest], directory: Path) -> Iterable[tuple[Int32s, int]]:
+    """Return the tokens of each prompt, and how many its continuations have.
+
+    What cannot be encoded has none.
+    """
     texts = [(request.prompt, *(request.continuations or ())) for request in requests]
-    lengths = [[_num_ids(text) for text in row] for row in texts]
-    if any(None in row for row in lengths):
+    rows = [[_as_ids(text) for text in row] for row in texts]
+    if any(ids is None for row in rows for ids in row):
         tokenizer = Tokenizer(directory, ModelSpec.from_directory(directory).vocab_size)
         try:
-            for row, found in zip(texts, lengths, strict=True):
+            for row, found in zip(texts, rows, strict=True):
                 for index, text in enumerate(row):
                     if found[index] is None:
-                        found[index] = _encoded_length(tokenizer, text)
+                        found[index] = _encoded(tokenizer, text)
         finally:
             tokenizer.close()
-    return [sum(length or 0 for length in row) for row in lengths]
+    return [
+        (
+            _NO_TOKENS if row[0] is None else row[0],
+            sum(len(ids) for ids in row[1:] if ids is not None),
+        )
+        for row in rows
+    ]
 
 
-def _num_ids(prompt: object) -> int | None:
-    """Return the length of token ids; the empty prompt of a document has none."""
+def _as_ids(prompt: object) -> Int32s | None:
+    """Return token ids as they are; the empty prompt of a document has none."""
     is_ids = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
-    return len(prompt) if is_ids and isinstance(prompt, list) else None
+    return np.array(prompt, np.int32) if is_ids else None
 
 
-def _encoded_length(tokenizer: Tokenizer, prompt: object) -> int:
+def _encoded(tokenizer: Tokenizer, prompt: object) -> Int32s:
     try:
-        return len(tokenizer.encode(prompt))
+        return np.asarray(tokenizer.encode(prompt), np.int32)
     except RaymoeError:  # becomes an error row
-        return 0
+        return _NO_TOKENS

@@ -191,6 +191,7 @@ class Replanner:
         self._policy, self._workload = plan.policy, plan.workload
         self._ratios: dict[StepKind, float] = {}  # that the policy was planned with
         self._rows: deque[tuple[int, int]] = deque(maxlen=MAX_ROWS)
+        self._cached: deque[int] = deque(maxlen=MAX_ROWS)
         self._num_finished = 0
         self._next_check = max(MIN_ROWS, plan.policy.max_num_seqs)  # rows that end early are short
         self._planning: Future[NewPolicy | None] | None = None
@@ -207,8 +208,11 @@ class Replanner:
     def is_planning(self) -> bool:
         return self._planning is not None
 
-    def record_row(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
+    def record_row(
+        self, num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: int = 0
+    ) -> None:
         self._rows.append((num_prompt_tokens, max(1, num_generated_tokens)))
+        self._cached.append(num_cached_tokens)
         self._num_finished += 1
 
     def poll(self, num_unfinished: int) -> Policy | None:
@@ -220,7 +224,8 @@ class Replanner:
         self._next_check = 2 * self._num_finished
         ratios = self._accuracy.correction.ratios
         left = max(num_unfinished, self._plan.workload.num_rows - self._num_finished)
-        observed = replace(Workload.of_rows(tuple(self._rows)), num_rows=max(1, left))
+        shared = sum(self._cached) / len(self._cached)
+        observed = replace(Workload.of_rows(tuple(self._rows), shared), num_rows=max(1, left))
         if self._differs(observed, ratios):
             self._planning = Future()
             arguments = (self._planning, observed, ratios)
@@ -273,6 +278,7 @@ class Replanner:
         planned = self._workload
         changes = [
             observed.prompt_tokens / planned.prompt_tokens,
+            observed.computed_prompt_tokens / planned.computed_prompt_tokens,
             observed.generated_tokens / planned.generated_tokens,
             *(ratio / self._ratios.get(kind, 1.0) for kind, ratio in ratios.items()),
         ]
@@ -314,12 +320,13 @@ def load_of(done: ScheduledStep) -> StepLoad:
 def load_of_scheduled_tokens(num_scheduled_tokens: Int32s, contexts: Int32s) -> StepLoad:
     """Return the load for the tokens that each sequence computes, and those it has afterwards."""
     is_decode = num_scheduled_tokens == 1
-    decoding, chunks = int(np.count_nonzero(is_decode)), num_scheduled_tokens[~is_decode]
-    total, squares = int(chunks.sum()), int(np.square(chunks, dtype=np.int64).sum())
+    decoding = int(np.count_nonzero(is_decode))
+    chunks = num_scheduled_tokens[~is_decode].astype(np.int64)
+    total, pairs = int(chunks.sum()), int((chunks * (2 * contexts[~is_decode] - chunks)).sum())
     return StepLoad(
         decode_rows=decoding,
         decode_context=float(contexts[is_decode].mean()) if decoding else 0.0,
         prompt_tokens=total,
         prompt_chunk=total / len(chunks) if total else 1.0,
-        prompt_spread=len(chunks) * squares / total**2 if total else 1.0,
+        prompt_spread=len(chunks) * pairs / total**2 if total else 1.0,
     )

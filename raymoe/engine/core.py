@@ -470,7 +470,9 @@ class EngineCore:
                 self.scheduler.forecast.record_finished(generation.num_generated_tokens)
                 if self._replanner is not None:
                     self._replanner.record_row(
-                        sample.num_prompt_tokens, generation.num_generated_tokens
+                        sample.num_prompt_tokens,
+                        generation.num_generated_tokens,
+                        sample.num_cached_tokens,
                     )
                 self._end(sample, generation)
 

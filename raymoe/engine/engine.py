@@ -214,9 +214,8 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
         self._dropped: set[Request] = set()  # the engine's thread lets go of them after its step
-        self._drops_prefixes = False  # before the next step
-        self._num_rows = self._num_finished = self._num_errors = 0
-        self._num_blocked = 0
+        self._drops_prefixes = False  # by the engine's thread, after its step
+        self._num_rows = self._num_finished = self._num_errors = self._num_blocked = 0
         self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows

@@ -71,7 +71,8 @@ class DeviceJob:
     @property
     def _mean_tokens(self) -> int:
         workload = self.workload
-        return workload.prompt_tokens + workload.generated_tokens // 2 + KV_BLOCK_TOKENS // 2
+        held = workload.computed_prompt_tokens + workload.generated_tokens // 2
+        return held + KV_BLOCK_TOKENS // 2
 
     def max_num_seqs(self, num_blocks: int, share: float) -> int:
         """At most `share` of those whose KV fits at mean length; 0 if the longest does not fit."""
@@ -140,7 +141,7 @@ class SearchSpace:
         More tokens than at the balance make steps longer and rows wait, and nothing faster.
         """
         workload = job.workload
-        useful = workload.total_prompt_tokens + workload.num_rows
+        useful = workload.total_computed_prompt_tokens + workload.num_rows
         num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
         tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
         has_states = job.work.state_bytes > 0

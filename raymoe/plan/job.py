@@ -296,19 +296,20 @@ def job_steps(workload: Workload, policy: Policy, *, detail: float = 1.0) -> lis
 
 
 def _tokens_of(workload: Workload) -> float:
-    return workload.total_prompt_tokens + workload.total_generated_tokens - workload.num_rows
+    prompts = workload.total_computed_prompt_tokens
+    return prompts + workload.total_generated_tokens - workload.num_rows
 
 
 def min_steps(workload: Workload, policy: Policy) -> Steps:
     """The steps of a job if all were equal and as full as possible."""
-    tokens, prompts = _tokens_of(workload), workload.total_prompt_tokens
+    tokens, prompts = _tokens_of(workload), workload.total_computed_prompt_tokens
     decoded = tokens - prompts
     count = max(1.0, decoded / policy.max_num_seqs, tokens / policy.max_num_batched_tokens)
     load = StepLoad(
         decode_rows=decoded / count,
         decode_context=workload.prompt_tokens + workload.generated_tokens / 2,
         prompt_tokens=prompts / count,
-        prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
+        prompt_chunk=min(workload.computed_prompt_tokens, policy.max_prefill_chunk_tokens),
     )
     return Steps(load, count)
 
@@ -349,10 +350,13 @@ class _Job:
     def __init__(self, workload: Workload, policy: Policy, *, rows: float, stride: int) -> None:
         self.rows, self.stride = rows, stride
         self._workload, self._policy = workload, policy
+        self._shared = workload.shared_prompt_tokens / stride  # which no row holds alone
         self._max_live = round(policy.max_num_seqs / rows)
         # Like the engine, keep one block in 64 free for growth that the forecast missed.
         num_blocks = policy.num_kv_blocks - policy.num_kv_blocks // 64
-        capacity = num_blocks * KV_BLOCK_TOKENS / (rows * stride)
+        # One shared prefix is in the cache all the time; how many others are is not known.
+        tokens = max(KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS - workload.shared_prompt_tokens)
+        capacity = tokens / (rows * stride)
         self._cache = CacheForecast(capacity)
         self._admission: SteadyAdmission | None = None
         if policy.steady_admission:
@@ -377,11 +381,11 @@ class _Job:
 
     def _step(self, num_bundles: int) -> None:
         now, decoding = len(self.loads), self._decoding.count
-        context = self._decoding.tokens(now) / decoding if decoding else 0.0
+        context = self._decoding.tokens(now) / decoding + self._shared if decoding else 0.0
         chunks, done = self._take_prompts(num_bundles)
         prompt_tokens = sum(take for take, _ in chunks)
         # The rest of a prompt attends to what was taken before: as if it came at once.
-        pairs = sum(take * length for take, length in chunks)
+        pairs = sum(take * seen for take, seen in chunks)
         load = StepLoad(
             decode_rows=self.rows * decoding,
             decode_context=self.stride * context,
@@ -404,7 +408,7 @@ class _Job:
         return MEAN_WASTE / self.stride
 
     def _take_prompts(self, num_bundles: int) -> tuple[list[tuple[float, float]], list[_Prompt]]:
-        """Return the tokens taken and the length of each prompt, and the prompts that are done."""
+        """Return the tokens taken, what they see twice over, and the prompts that are done."""
         budget = self._policy.max_num_batched_tokens / self.rows - self._decoding.count
         self._admit(num_bundles, budget - sum(prompt.left for prompt in self._prompts))
         longest = self._policy.max_prefill_chunk_tokens
@@ -415,7 +419,8 @@ class _Job:
                 break
             prompt.left -= take
             taken += take
-            chunks.append((take, min(prompt.length, longest / self.stride)))
+            length = min(prompt.length, longest / self.stride)
+            chunks.append((take, length + 2 * self._shared))
         done = [prompt for prompt in self._prompts if not prompt.left]
         self._prompts = [prompt for prompt in self._prompts if prompt.left]
         return chunks, done
@@ -454,7 +459,8 @@ class _Job:
 
     def _lengths(self, bundle: int) -> tuple[int, int]:
         prompt, generated = self._rows[bundle % len(self._rows)]
-        return max(1, round(prompt / self.stride)), max(1, round(generated / self.stride))
+        computed = self._workload.computed(prompt)
+        return max(1, round(computed / self.stride)), max(1, round(generated / self.stride))
 
     def _hold(self, prompt: _Prompt, step: int, sign: int = 1) -> None:
         """Reserve room for a bundle as if its prompt ended at this step; sign -1 releases it."""

@@ -59,8 +59,10 @@ class Plan:
 
     @property
     def prefill_load(self) -> StepLoad:
-        chunk = min(self.workload.prompt_tokens, self.policy.max_prefill_chunk_tokens)
-        return StepLoad(prompt_tokens=self.policy.max_num_batched_tokens, prompt_chunk=chunk)
+        policy = self.policy
+        return StepLoad.of_prompts(
+            self.workload, policy.max_num_batched_tokens, policy.max_prefill_chunk_tokens
+        )
 
     @cached_property
     def decode(self) -> Timeline:
@@ -95,7 +97,7 @@ class Plan:
             max_rows=min(policy.max_num_seqs, workload.num_rows),
             max_prompt_tokens=policy.max_num_batched_tokens,
             contexts=(1.0, longest / 4, longest / 2, longest),
-            prompt_chunk=min(workload.prompt_tokens, policy.max_prefill_chunk_tokens),
+            prompt_chunk=min(workload.computed_prompt_tokens, policy.max_prefill_chunk_tokens),
             prompt_spread=workload.prompt_spread(policy.max_prefill_chunk_tokens),
         )
 

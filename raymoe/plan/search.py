@@ -175,7 +175,7 @@ class HostSearch:
         floor = self._footprint(max_num_batched_tokens, smallest)
         self.check(floor, f"{self.model.name} with one sequence")
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
-        block_bytes, row_blocks = kv_block_bytes(self.work), blocks_of(workload.context_tokens)
+        block_bytes, row_blocks = kv_block_bytes(self.work), blocks_of(workload.held_tokens)
         maximum = max(1, max_sequences(free, row_blocks * block_bytes, self.work.state_bytes))
         sizes = [size for size in BATCH_SIZES if size <= min(maximum, max_num_batched_tokens)] or [
             maximum
@@ -231,8 +231,7 @@ class HostSearch:
         return self.work.bytes_per_element * (widest + 5 * hidden)
 
     def _prefill(self, max_num_batched_tokens: int) -> StepLoad:
-        chunk = min(self.workload.prompt_tokens, max_num_batched_tokens)
-        return StepLoad(prompt_tokens=max_num_batched_tokens, prompt_chunk=chunk)
+        return StepLoad.of_prompts(self.workload, max_num_batched_tokens, max_num_batched_tokens)
 
     def _decode(self, max_num_seqs: int) -> StepLoad:
         context = self.workload.prompt_tokens + self.workload.generated_tokens / 2

@@ -39,6 +39,7 @@ from raymoe.specs.layers import (
     RecurrentSpec,
 )
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 
 Weights = Iterable[tuple[str, Shape]]
 
@@ -376,8 +377,19 @@ class StepLoad:
     decode_context: float = 0.0  # tokens of each decoding sequence, the new one included
     prompt_tokens: float = 0.0
     prompt_chunk: float = 1.0  # prompt tokens of one sequence in the step
-    # Mean chunk over the prompt tokens, as each attends to its own, over that of the sequences.
+    # What prompt tokens attend to: half of their chunk, and all before it. Twice the mean of that
+    # over the prompt tokens, as a multiple of the mean chunk of the sequences.
     prompt_spread: float = 1.0
+
+    @classmethod
+    def of_prompts(cls, workload: Workload, prompt_tokens: int, max_chunk_tokens: int) -> Self:
+        """A step of nothing but prompts of mean length."""
+        chunk = min(workload.computed_prompt_tokens, max_chunk_tokens)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            prompt_chunk=chunk,
+            prompt_spread=1 + 2 * workload.shared_prompt_tokens / chunk,
+        )
 
     @property
     def tokens(self) -> float:

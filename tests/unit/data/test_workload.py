@@ -47,6 +47,18 @@ def test_token_ids_are_counted_without_a_tokenizer_and_unknown_models_give_none(
     assert workload_of(table.slice(0, 0), 0, demo_model_path(), reader) is None
 
 
+def test_prompt_tokens_of_earlier_rows_are_counted():
+    head = list(range(70))
+    prompts = [[*head, 200 + row, 7] for row in range(4)] + [[*head[:40], 999], [5] * 33, [5] * 33]
+    reader = RowReader(defaults=SamplingParams(max_tokens=5, n=2), has_choices=True)
+    found = workload_of(pa.table({"prompt": prompts}), 70, demo_model_path(), reader)
+    # Three of four share 64 tokens, one 32, the last 32; the other sample of each row all blocks.
+    shared = 3 * 64 + 32 + 32 + 4 * 64 + 3 * 32
+    assert found.shared_prompt_tokens == round(shared / 14)
+    assert found.num_rows == 140
+    assert f"of which {found.shared_prompt_tokens} are those of an earlier row" in describe(found)
+
+
 def lognormal(generator, mean, size):
     """Lengths of this mean, sigma 0.7."""
     drawn = generator.lognormal(np.log(mean) - 0.7**2 / 2, 0.7, size)

@@ -71,7 +71,7 @@ def timeline(gpu_s: float, link_s: float) -> Timeline:
 def test_a_pass_is_seen_as_rows_that_decode_and_chunks_of_prompts() -> None:
     load = load_of(step_of((1, 50), (1, 70), (30, 30), (10, 90)))
     assert load == StepLoad(
-        decode_rows=2, decode_context=60, prompt_tokens=40, prompt_chunk=20, prompt_spread=1.25
+        decode_rows=2, decode_context=60, prompt_tokens=40, prompt_chunk=20, prompt_spread=3.25
     )
     assert load_of(step_of((8, 8))).decode_rows == 0
 

@@ -294,6 +294,30 @@ def test_rows_at_the_steady_rate_keep_the_cache_full():
     assert steps_of(STEADY, 200, ignore_eos=False) < 1.05 * num_steps
 
 
+@pytest.mark.parametrize("generated", [1, 40])
+def test_shared_prefixes_are_planned_as_they_run(generated):
+    policy = replace(STEADY, max_num_batched_tokens=256, max_prefill_chunk_tokens=256)
+    head, tails = prompts_of([10 * BLOCK_TOKENS])[0], prompts_of([20] * 200, seed=1)
+    bench = Bench(policy)
+    for tail in tails:
+        bench.add(head + tail, max_tokens=generated, ignore_eos=True)
+    bench.run()
+    shared = len(head) * 199 // 200
+    workload = Workload(
+        num_rows=200, prompt_tokens=len(head) + 20, generated_tokens=generated,
+        shared_prompt_tokens=shared,
+    )  # fmt: skip
+    steps = job_steps(workload, policy)
+    counters = bench.core.counters
+    planned = sum(number * load.prompt_tokens for load, number in steps)
+    assert planned == pytest.approx(counters.num_prompt_tokens, rel=0.1)
+    assert sum(number for _, number in steps) == pytest.approx(counters.num_steps, rel=0.1, abs=2)
+    contexts = {load.decode_context for load, _ in steps if load.decode_rows}
+    assert all(context > shared for context in contexts)
+    alone = job_steps(replace(workload, shared_prompt_tokens=0), policy)
+    assert sum(number for _, number in alone) > 1.5 * sum(number for _, number in steps)
+
+
 def test_rows_that_all_fit_enter_at_once_whatever_the_rate():
     assert steps_of(STEADY, 20) == 40
 
@@ -309,8 +333,9 @@ class OnePolicy:
         assert num_unfinished > 0
         return next(self._policies, None)
 
-    def record_row(self, *lengths):
-        self.rows.append(lengths)
+    def record_row(self, num_prompt_tokens, num_generated_tokens, num_cached_tokens):
+        assert num_cached_tokens == 0
+        self.rows.append((num_prompt_tokens, num_generated_tokens))
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 12])
