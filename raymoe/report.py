@@ -352,6 +352,7 @@ def summary(view: JobView, *, has_samples: bool) -> str:
         ("rows", f"{view.num_rows:,}{total}"),
         ("error rows", f"{view.num_error_rows:,}"),
         ("tokens in", f"{view.num_input_tokens:,}"),
+        *_found_prompts(view),
         *([("tokens out", f"{view.num_generated_tokens:,}")] if kind == "out" else []),
         (f"tokens {kind} per second", f"{view.tokens_per_s:,.0f}"),
         ("time", format_seconds(view.elapsed_s)),
@@ -370,6 +371,17 @@ def summary(view: JobView, *, has_samples: bool) -> str:
 
 def _reason(text: str, *, has_samples: bool) -> str:
     return text if has_samples or not text else f"the reason {NO_SAMPLES}"
+
+
+def _found_prompts(view: JobView) -> list[tuple[str, str]]:
+    """What shared prefixes saved; nothing without any."""
+    if not view.num_cached_tokens:
+        return []
+    found = f"{view.num_cached_tokens:,} ({100 * view.cached_share:.0f} %)"
+    return [
+        ("prompt tokens computed", f"{view.num_computed_prompt_tokens:,}"),
+        ("prompt tokens found in the KV cache", found),
+    ]
 
 
 def errors(view: JobView, *, has_samples: bool) -> str:

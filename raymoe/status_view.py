@@ -147,6 +147,22 @@ class JobView:
         return self._sum("num_generated_tokens")
 
     @property
+    def num_computed_prompt_tokens(self) -> int:
+        """Prompt tokens that the engines computed, recomputation included."""
+        return self._sum_of_engines("num_prompt_tokens")
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that rows found in the KV cache."""
+        return self._sum_of_engines("num_cached_tokens")
+
+    @property
+    def cached_share(self) -> float:
+        """Prompt tokens found over those found or computed, 0..1."""
+        found = self.num_cached_tokens
+        return found / max(1, found + self.num_computed_prompt_tokens)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the task is measured by: generated ones, or those read."""
         return self.num_generated_tokens if self.task == GENERATE else self.num_input_tokens
@@ -199,9 +215,7 @@ class JobView:
     @property
     def cost_per_million_tokens(self) -> float | None:
         name = "num_generated_tokens" if self.task == GENERATE else "num_prompt_tokens"
-        engines = [actor.status.engine for actor in self.actors]
-        computed = sum(getattr(engine, name) for engine in engines if engine is not None)
-        tokens = max(computed, self.num_tokens)
+        tokens = max(self._sum_of_engines(name), self.num_tokens)
         return self.cost / tokens * MILLION if self.cost is not None and tokens else None
 
     def as_plain(self) -> dict[str, Any]:
@@ -216,6 +230,8 @@ class JobView:
             "num_error_rows": self.num_error_rows,
             "errors": dict(self.errors),
             "num_input_tokens": self.num_input_tokens,
+            "num_computed_prompt_tokens": self.num_computed_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             "num_generated_tokens": self.num_generated_tokens,
             "tokens_per_s": self.tokens_per_s,
             "elapsed_s": self.elapsed_s,
@@ -230,6 +246,10 @@ class JobView:
             "actors": [_plain_actor(actor) for actor in self.actors],
             "unreadable": list(self.unreadable),
         }
+
+    def _sum_of_engines(self, field: str) -> int:
+        engines = [actor.status.engine for actor in self.actors]
+        return sum(getattr(engine, field) for engine in engines if engine is not None)
 
     def _sum(self, field: str) -> int:
         return sum(getattr(actor.status.rows, field) for actor in self.actors)

@@ -99,6 +99,9 @@ def _lines(view: JobView) -> Iterator[str]:
     if view.cost_per_million_tokens is not None:
         parts.append(f"{view.cost_per_million_tokens:.3g} per million tokens")
     yield " | ".join(parts)
+    if view.num_cached_tokens:
+        share = f"{100 * view.cached_share:.0f} %"
+        yield f"{view.num_cached_tokens:,} prompt tokens ({share}) found in the KV cache"
     if job is not None and job.reason:
         yield f"reason: {job.reason}"
     for kind, count in view.errors:

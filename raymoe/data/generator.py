@@ -124,10 +124,11 @@ class MoEGenerator:
     in order. A row that cannot be generated becomes an error row (``__inference_error__`` says why,
     ``finish_reason`` is "error", the text is empty) and does not affect other rows.
 
-    Columns added: ``generated_text, generated_tokens, num_input_tokens, num_generated_tokens,
-    finish_reason, __inference_error__``; with ``n > 1`` also ``generated_texts`` (all samples; the
-    other columns hold the first), with ``has_choices`` also ``choices``, with ``logprobs`` and
-    ``prompt_logprobs`` columns of these names.
+    Columns added: ``generated_text, generated_tokens, num_input_tokens, num_cached_tokens`` (of the
+    prompt, found in the KV cache of earlier rows instead of computed; depends on their order),
+    ``num_generated_tokens, finish_reason, __inference_error__``; with ``n > 1`` also
+    ``generated_texts`` (all samples; the other columns hold the first), with ``has_choices`` also
+    ``choices``, with ``logprobs`` and ``prompt_logprobs`` columns of these names.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -173,7 +174,8 @@ class MoEGenerator:
             journal_dir, the directory of the same name with the ending ``.status`` is the default.
         task: "generate"; "score" adds the columns ``logprob, mean_logprob, num_scored_tokens,
             perplexity, is_greedy``, "classify" ``label, label_probability, label_probabilities``,
-            "embed" ``embedding``, each with ``num_input_tokens`` and ``__inference_error__``.
+            "embed" ``embedding``, each with ``num_input_tokens, num_cached_tokens`` and
+            ``__inference_error__``.
         task_options: Fields of `raymoe.engine.tasks.rows.TaskOptions`.
         column_prefix: Precedes the name of each column added, ``__inference_error__`` too, so that
             a pipeline can have several generators.

@@ -39,7 +39,11 @@ _FIELDS = {
     ),
     "embed": (pa.field("embedding", pa.list_(pa.float32())),),
 }
-_COMMON = (pa.field("num_input_tokens", pa.int32()), pa.field(ERROR_COLUMN, pa.string()))
+_COMMON = (
+    pa.field("num_input_tokens", pa.int32()),
+    pa.field("num_cached_tokens", pa.int32()),
+    pa.field(ERROR_COLUMN, pa.string()),
+)
 
 
 def read_task(task: str, options: Mapping[str, Any] | None) -> TaskOptions | None:

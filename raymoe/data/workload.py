@@ -15,8 +15,7 @@ from raymoe.data.tasks import TaskReader
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.memory.prefixes import prefix_keys
+from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -66,6 +65,8 @@ def workload_of(
     after a prompt counts to it. None if the model is not on this machine, or no row of the sample
     can be generated.
     """
+    from raymoe.memory.prefixes import prefix_keys  # noqa: PLC0415 - loads torch
+
     directory = local_model(model_source)
     if directory is None:
         return None
@@ -87,7 +88,7 @@ def workload_of(
     if not pairs:
         return None
     each = len(pairs) / max(1, len(requests))
-    workload = Workload.of_rows(tuple(pairs), num_shared * BLOCK_TOKENS / len(pairs))
+    workload = Workload.of_rows(tuple(pairs), num_shared * KV_BLOCK_TOKENS / len(pairs))
     return replace(workload, num_rows=max(1, round(num_rows * each)))
 
 

@@ -256,6 +256,7 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
             "prompt_tokens": row["num_input_tokens"],
             "completion_tokens": completion_tokens,
             "total_tokens": row["num_input_tokens"] + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": row["num_cached_tokens"]},
         },
     }
 

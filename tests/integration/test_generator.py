@@ -17,6 +17,7 @@ ADDED = [
     ("generated_text", pa.string()),
     ("generated_tokens", pa.list_(pa.int32())),
     ("num_input_tokens", pa.int32()),
+    ("num_cached_tokens", pa.int32()),
     ("num_generated_tokens", pa.int32()),
     ("finish_reason", pa.string()),
     ("__inference_error__", pa.string()),

@@ -111,9 +111,13 @@ PANELS = (
         ),
     ),
     Panel(
-        title="Preemptions per second",
-        description="Sequences that are computed again because the KV cache was full.",
-        queries=(Query(f"sum by (actor) ({rate('preemptions')})", "{{actor}}"),),
+        title="Preemptions and evictions per second",
+        description="Sequences that are computed again because the KV cache was full, and KV "
+        "blocks of prefixes that were lost to others.",
+        queries=(
+            Query(f"sum by (actor) ({rate('preemptions')})", "{{actor}}"),
+            Query(f"sum by (actor) ({rate('evicted_blocks')})", "{{actor}}, blocks"),
+        ),
     ),
     Panel(
         title="Measured over predicted",

@@ -180,7 +180,7 @@ def test_a_response_has_all_samples_and_counts_their_tokens():
     logprobs = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)
     other = Generation(text="b", token_ids=(1, 2), num_generated_tokens=2, finish_reason="length")
     first = Generation(
-        text="a", token_ids=(5,), num_generated_tokens=1, num_input_tokens=4,
+        text="a", token_ids=(5,), num_generated_tokens=1, num_input_tokens=4, num_cached_tokens=2,
         logprobs=logprobs, others=(other,),
     )  # fmt: skip
     (response,) = write_responses(generated(first))
@@ -189,7 +189,12 @@ def test_a_response_has_all_samples_and_counts_their_tokens():
     assert response["response"]["status_code"] == 200
     body = response["response"]["body"]
     assert (body["object"], body["model"]) == ("chat.completion", "m")
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert body["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     one, two = body["choices"]
     assert one["message"] == {"role": "assistant", "content": "a"}
     assert (one["finish_reason"], two["finish_reason"]) == ("stop", "length")
