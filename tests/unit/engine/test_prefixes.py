@@ -283,3 +283,33 @@ def test_a_core_takes_the_setting_along() -> None:
         decode_all=list, finish=lambda *_: None, prefix_salt=str,
     )  # fmt: skip
     assert core.scheduler._prefix_salt is str
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_states", [False, True], ids=["KV", "states"])
+@pytest.mark.parametrize("num_actors", [1, 4])
+@pytest.mark.parametrize("num_families", [2, 20])
+def test_instructions_that_alternate_are_computed_once_by_each_actor(
+    num_families, num_actors, has_states
+):
+    random = np.random.default_rng(num_families)
+    heads = prompts_of([96] * num_families)
+    tails = prompts_of(random.integers(1, 30, 10_000), seed=1)
+    families, actors = random.integers(num_families, size=10_000), random.integers(4, size=10_000)
+    policy = small_policy(  # 25 snapshots of states
+        max_num_seqs=400,
+        max_num_batched_tokens=256,
+        max_prefill_chunk_tokens=256,
+        num_kv_blocks=256,
+    )
+    for actor in range(num_actors):
+        mine = [i for i in range(10_000) if num_actors == 1 or actors[i] == actor]
+        prompts = [heads[families[i]] + tails[i] for i in mine]
+        bench = Bench(policy, has_states=has_states)
+        for prompt in prompts:
+            bench.add(prompt, max_tokens=2)
+        bench.run()
+        bench.assert_all_as_expected(prompts, 2)
+        computed = sum(map(len, prompts)) - cached(bench)
+        own = sum(len(tails[i]) for i in mine)
+        assert computed - own <= 1.05 * 96 * len(set(families[mine].tolist()))
