@@ -42,6 +42,7 @@ def load_raymoe(model: Path, num_threads: int, workload: Workload) -> Contender:
 
     def run(prompts: Prompts, new_tokens: int) -> int:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        engine.reset_prefix_cache()  # runs repeat their prompts
         generations = engine.generate(list(prompts), params)
         return sum(generation.num_generated_tokens for generation in generations)
 

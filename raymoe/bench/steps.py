@@ -206,6 +206,7 @@ def compare_steps(
         engine.generate(prompts[:WARM_UP_ROWS], _params(2))
         for _ in range(repetitions):
             recorder.steps.clear()
+            engine.reset_prefix_cache()
             engine.generate(prompts, _params(workload.generated_tokens))
             runs.append(
                 [

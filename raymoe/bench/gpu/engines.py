@@ -229,6 +229,7 @@ def _config(plan: Plan, settings: PartSettings) -> EngineConfig:
 
 def _generate(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    engine.reset_prefix_cache()  # runs repeat their prompts
     gc.collect()
     start_s = time.perf_counter()
     generations = engine.generate(list(prompts), params)
