@@ -84,10 +84,14 @@ class Job:
     prompts: list[list[int]]
     params: dict[str, object] | list[dict[str, object]]
     row_lengths: tuple[tuple[int, int], ...]
+    shared_tokens: float = 0.0
 
     @classmethod
-    def lognormal(cls, seed: int) -> "Job":
-        """Prompts and answers of lognormal lengths, each row with its own limit."""
+    def lognormal(cls, seed: int, head: int = 0) -> "Job":
+        """Prompts and answers of lognormal lengths, each row with its own limit.
+
+        All prompts begin with the same `head` tokens.
+        """
         dice = random.Random(seed)
         lengths = tuple(
             tuple(
@@ -97,8 +101,12 @@ class Job:
             for _ in range(LOGNORMAL_ROWS)
         )
         prompts = [[dice.randrange(VOCAB) for _ in range(length)] for length, _ in lengths]
+        common = [dice.randrange(VOCAB) for _ in range(head)]
+        prompts = [common + prompt for prompt in prompts]
+        shared_tokens = head * (LOGNORMAL_ROWS - 1) / LOGNORMAL_ROWS
         params = [{"temperature": 0, "max_tokens": generated} for _, generated in lengths]
-        return cls(prompts, params, lengths)
+        lengths = tuple((head + prompt, generated) for prompt, generated in lengths)
+        return cls(prompts, params, lengths, shared_tokens)
 
     @classmethod
     def make(cls, model: Path, workload: str) -> "Job":
@@ -123,20 +131,27 @@ def first_layers(model: ModelSpec) -> ModelSpec:
     return dataclasses.replace(model, layers=model.layers[:NUM_LAYERS])
 
 
-def plan_job(name: str, hardware: HardwareSpec, job: Job, batch: int = BATCH) -> Plan:
+def plan_job(
+    name: str, hardware: HardwareSpec, job: Job, batch: int = BATCH, schedule: str = "auto"
+) -> Plan:
     """The planner's own policy, but for a batch small enough to be refilled, and all on the GPU.
 
     The cores that would compute experts are those that run the emulated device.
     """
-    model, workload = first_layers(model_preset(name)), Workload.of_rows(job.row_lengths)
-    plan = find_plan(model, hardware, workload, max_model_len=512, may_leave_gpu_idle=False)
+    model = first_layers(model_preset(name))
+    workload = Workload.of_rows(job.row_lengths, job.shared_tokens)
+    plan = find_plan(
+        model, hardware, workload, schedule=schedule, max_model_len=512, may_leave_gpu_idle=False
+    )
     assert plan.policy.device is not None
     policy = dataclasses.replace(
         plan.policy,
         max_num_seqs=min(batch, plan.policy.max_num_seqs),
         device=dataclasses.replace(plan.policy.device, cpu_experts_fraction=0.0),
     )
-    return find_plan(model, hardware, workload, policy=policy, max_model_len=512)
+    return find_plan(
+        model, hardware, workload, schedule=plan.schedule, policy=policy, max_model_len=512
+    )
 
 
 def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
@@ -213,14 +228,16 @@ def run_job(
     monkeypatch: pytest.MonkeyPatch,
     *,
     is_timed: bool = True,
+    schedule: str = "auto",
+    head: int = 0,
 ) -> Outcome:
     """Run a job; with `is_timed` False, its steps count with the seconds predicted for each."""
     model = make_model(name, directory)
     is_usual = workload in WORKLOADS
-    job = Job.make(model, workload) if is_usual else Job.lognormal(seed=len(node))
+    job = Job.make(model, workload) if is_usual else Job.lognormal(len(node), head)
     scale = (TIME_SCALE if is_usual else LONG_SCALE) if is_timed else 0.0
     hardware = dataclasses.replace(hardware_preset(node), gpu_memory_bytes=MODELS[name][0])
-    plan = plan_job(name, hardware, job, BATCH if is_usual else LOGNORMAL_BATCH)
+    plan = plan_job(name, hardware, job, BATCH if is_usual else LOGNORMAL_BATCH, schedule)
     monkeypatch.setattr(runner_loading, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
     slowed = functools.partial(EmulatedDevice, time_scale=scale)
     monkeypatch.setattr(runner_loading, "EmulatedDevice", slowed)
@@ -268,3 +285,15 @@ def test_lognormal_lengths_take_as_long_as_planned_with_their_tail(
     outcome = run_job(name, node, "lognormal lengths", tmp_path, monkeypatch, is_timed=is_timed)
     logging.getLogger(__name__).info("%s", outcome)
     assert outcome.error <= 0.10, outcome
+
+
+@pytest.mark.parametrize("schedule", ["cgopipe", "vslpipe", "module_batching"])
+def test_prefixes_on_the_host_are_predicted(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run_job(
+        "mixtral-8x7b", "l4", "lognormal lengths", tmp_path, monkeypatch,
+        is_timed=False, schedule=schedule, head=256,
+    )  # fmt: skip
+    logging.getLogger(__name__).info("%s", outcome)
+    assert outcome.error <= 0.05, outcome
