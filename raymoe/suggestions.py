@@ -96,9 +96,10 @@ def find_absence(name: str) -> str | None:
 def is_typing_error(name: str, known: str) -> bool:
     """Whether `name` is misspelt, or `known` only goes on."""
     plain = _plain(name)
-    return is_misspelt(name, known) or (
-        len(plain) >= MIN_PREFIX and _plain(known).startswith(plain)
-    )
+    if len(plain) >= MIN_PREFIX and _plain(known).startswith(plain):
+        return True
+    begin = " ".join(_words(known)[: len(_words(name))])
+    return is_misspelt(name, known) or (len(plain) >= LONG_WORD and is_misspelt(name, begin))
 
 
 def is_misspelt(name: str, known: str) -> bool:

@@ -63,7 +63,7 @@ def chat_template_files(directory: Path) -> list[Path]:
     """Return the files with chat templates beside the tokenizer; raises as `resolve_inside`."""
     root = directory.resolve()
     found = [root / "chat_template.jinja", *(root / "additional_chat_templates").glob("*.jinja")]
-    return [_resolve(path, _allowed_root(root)) for path in sorted(found) if path.exists()]
+    return [_resolve(path, _allowed_root(root)) for path in sorted(found) if path.is_file()]
 
 
 def read_chat_template(directory: Path) -> str:

@@ -323,7 +323,7 @@ def test_an_answer_that_cannot_become_a_response_is_an_error_response(monkeypatc
     )
     make = batch._text_choice
     monkeypatch.setattr(
-        batch, "_text_choice", lambda one, key: make(one, key) if one["text"] != "b" else 1 / 0
+        batch, "_text_choice", lambda one, *more: make(one, *more) if one["text"] != "b" else 1 / 0
     )
     first, second, third = map(json.loads, write_lines(BatchLines(), table))
     assert [line["custom_id"] for line in (first, second, third)] == ids
