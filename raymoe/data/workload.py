@@ -15,7 +15,6 @@ from raymoe.data.tasks import TaskReader
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -65,15 +64,14 @@ def workload_of(
     after a prompt counts to it. None if the model is not on this machine, or no row of the sample
     can be generated.
     """
-    from raymoe.memory.prefixes import prefix_keys  # noqa: PLC0415 - loads torch
+    from raymoe.engine.request import num_shared_tokens  # noqa: PLC0415 - loads torch
 
     directory = local_model(model_source)
     if directory is None:
         return None
     max_model_len = ModelSpec.from_directory(directory).max_model_len
     requests = [request for request in reader.read(sample) if request.prompt is not None]
-    pairs, num_shared = [], 0
-    known = set[bytes]()
+    pairs, prompts = [], []
     for request, (prompt, num_more) in zip(requests, _tokens(requests, directory), strict=True):
         prompt_tokens = min(len(prompt) + num_more, max_model_len)
         if prompt_tokens:
@@ -81,14 +79,11 @@ def workload_of(
             generated = min(request.sampling_params.max_tokens, limit)
             num_samples = request.sampling_params.n
             pairs += [(prompt_tokens, generated)] * num_samples
-            keys = prefix_keys(prompt)
-            num_shared += next((i for i, key in enumerate(keys) if key not in known), len(keys))
-            num_shared += (num_samples - 1) * len(keys)
-            known.update(keys)
+            prompts += [prompt] * num_samples
     if not pairs:
         return None
     each = len(pairs) / max(1, len(requests))
-    workload = Workload.of_rows(tuple(pairs), num_shared * KV_BLOCK_TOKENS / len(pairs))
+    workload = Workload.of_rows(tuple(pairs), num_shared_tokens(prompts) / len(pairs))
     return replace(workload, num_rows=max(1, round(num_rows * each)))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenize
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.memory.prefixes import prefix_keys
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -127,6 +128,16 @@ class Sample:
         """Whether log probabilities of the prompt are still missing."""
         wanted = self.index == 0 and self.request.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs or ()) < self.num_prompt_tokens
+
+
+def num_shared_tokens(prompts: Iterable[Int32s]) -> int:
+    """Count the tokens that rows of these prompts find in a KV cache that keeps every prefix."""
+    known, num_blocks = set[bytes](), 0
+    for prompt in prompts:
+        keys = prefix_keys(prompt)
+        num_blocks += next((i for i, key in enumerate(keys) if key not in known), len(keys))
+        known.update(keys)
+    return num_blocks * BLOCK_TOKENS
 
 
 DEFAULT_PARAMS = SamplingParams()
