@@ -372,7 +372,10 @@ class StepScheduler:
     def _candidates(self) -> list[Sample]:
         chosen: list[Sample] = []
         coming: set[bytes] = set()
-        for sample in itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates):
+        looked_at = [*itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)]
+        if self.pool.num_evicted:  # where the cache holds all prefixes, no order saves any
+            looked_at.sort(key=self._eighths_to_compute)
+        for sample in looked_at:
             keys = self._shareable_keys(sample)
             rest = keys[self._num_shared(keys) :]
             middle = len(rest) // 2
@@ -385,6 +388,10 @@ class StepScheduler:
                 break
             coming.update(self._keys(sample))
         return chosen
+
+    def _eighths_to_compute(self, sample: Sample) -> int:
+        keys = self._shareable_keys(sample)
+        return 8 - 8 * self._num_shared(keys) // max(len(keys), 1)
 
     def _num_admissible(self, candidates: Sequence[Sample]) -> int:
         if not candidates:

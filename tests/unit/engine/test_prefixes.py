@@ -254,25 +254,43 @@ def test_a_prompt_that_is_given_up_half_way_is_no_longer_waited_for() -> None:
     bench.assert_all_as_expected(prompts, 3)
 
 
+SMALL = small_policy(  # a cache of 16 prefixes
+    max_num_seqs=8, max_num_batched_tokens=256, max_prefill_chunk_tokens=128, num_kv_blocks=48
+)
+
+
+@pytest.mark.parametrize(("has_states", "share"), [(False, 0.98), (True, 0.8)])
+def test_waiting_rows_of_one_prefix_meet_in_a_cache_too_small_for_all(has_states, share) -> None:
+    bench, num_families = Bench(SMALL, has_states=has_states), 60
+    families = [family(96, range(5, 10), 10 * seed) for seed in range(num_families)]
+    prompts = [prompt for group in families for prompt in group]
+    np.random.default_rng(0).shuffle(prompts)
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=2)
+    bench.run()
+    bench.assert_all_as_expected(prompts, 2)
+    assert cached(bench) >= share * 96 * num_families * 4
+    assert_nothing_is_left(bench)
+
+
 def test_arranged_rows_share_more() -> None:
-    policy = small_policy(
-        max_num_seqs=8, max_num_batched_tokens=256, max_prefill_chunk_tokens=128, num_kv_blocks=48
-    )
-    families = [family(96, [5 + i for i in range(6)], 10 * seed) for seed in range(20)]
+    families = [family(96, [5 + i for i in range(6)], 10 * seed) for seed in range(60)]
     mixed = [group[index] for index in range(6) for group in families]
     texts = sorted((prompt_bytes(None, None, prompt), prompt) for prompt in mixed)
     order = deal_rows([text for text, _ in texts], [len(text) for text, _ in texts], 16)
     benches = []
     for prompts in (mixed, [texts[index][1] for index in order]):
-        bench = Bench(policy)
-        for prompt in prompts:
+        bench = Bench(SMALL)
+        for index, prompt in enumerate(prompts):
+            while index - len(bench.results) >= 16:  # as a stream: so many rows at once
+                bench.core.step()
             bench.add(prompt, max_tokens=4)
         bench.run()
         bench.assert_all_as_expected(prompts, 4)
         benches.append(bench)
     apart, together = benches
     assert cached(apart) < 96 * 10
-    assert cached(together) >= 96 * 20 * 4  # of 5 rows of each family that could
+    assert cached(together) >= 96 * 60 * 4  # of 5 rows of each family that could
     tokens = [bench.core.counters.num_computed_tokens for bench in benches]
     assert tokens[1] < tokens[0] / 2
 
