@@ -104,6 +104,8 @@ def check(family: str, num_ranks: int, schedule: str, device: DevicePolicy = STR
         ranks = rank_processes()
         assert len(ranks) == num_ranks - 1
         assert run(engine, case) == expected(case)
+        assert run(engine, case) == expected(case)
+        assert engine.stats().num_cached_tokens > 0  # the second time, blocks of the first
         assert engine.last_timeline is not None
         assert engine.last_timeline.name == schedule
     assert_gone(ranks)
