@@ -6,6 +6,7 @@ from typing import Any
 
 from raymoe.data.observer import recent_rate
 from raymoe.data.status import (
+    ENDED,
     FAILED,
     GENERATE,
     LOADING,
@@ -17,8 +18,8 @@ from raymoe.data.status import (
 )
 from raymoe.units import format_seconds
 
-STALE_S = 30.0  # writers update every 5 s
-STALE, UNKNOWN = "stale", "unknown"
+LOST_S = 30.0  # writers update every 5 s
+LOST, UNKNOWN = "lost", "unknown"
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6
 MAX_NODES_IN_A_LINE = 6
@@ -29,7 +30,7 @@ class ActorView:
     """An actor as a reader sees it.
 
     Attributes:
-        state: That of the status, or "stale" for an actor that has not written for long.
+        state: That of the status, or "lost" for an actor that has not written for long.
         age_s: Seconds since its last write.
     """
 
@@ -92,10 +93,10 @@ class JobView:
     def state(self) -> str:
         """State of the job; without a driver, that of its actors."""
         if self.job is not None:
-            is_late = self.job.is_running and self.now_s - self.job.updated_unix_s > STALE_S
-            return STALE if is_late else self.job.state
+            is_late = self.job.is_running and self.now_s - self.job.updated_unix_s > LOST_S
+            return LOST if is_late else self.job.state
         states = {actor.state for actor in self.actors}
-        for state in (RUNNING, LOADING, STALE, FAILED):
+        for state in (RUNNING, LOADING, LOST, FAILED):
             if state in states:
                 return state
         return states.pop() if states else UNKNOWN
@@ -273,9 +274,9 @@ def _view(status: ActorStatus, written_s: float, now_s: float, *, is_over: bool)
     state = status.state
     if state in {LOADING, RUNNING}:
         if is_over:
-            state = "ended"  # it was stopped with the job
-        elif age_s > STALE_S:
-            state = STALE
+            state = ENDED  # with the job
+        elif age_s > LOST_S:
+            state = LOST
     return ActorView(status=status, state=state, age_s=age_s)
 
 

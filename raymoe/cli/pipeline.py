@@ -34,13 +34,12 @@ from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
-    ENDED,
-    FAILED,
     GENERATE,
     JOB_FILE,
     RUNNING,
     JobStatus,
     Pairs,
+    end_state,
     make_status_directory,
     read_status,
     write_record,
@@ -177,10 +176,8 @@ class JobWatch:
         self._thread = Periodic(self._look, WRITE_EVERY_S, name="raymoe-job")
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
-        self._state = ENDED if kind is None else FAILED
-        if error is not None:
-            self._reason = str(error) or type(error).__name__
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._state, self._reason = end_state(error)
         if self._thread is not None:
             self._thread.close(LAST_WRITE_S)
 

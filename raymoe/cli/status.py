@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
-from raymoe.status_view import STALE, ActorView, JobView, measured_over_predicted
+from raymoe.status_view import LOST, ActorView, JobView, measured_over_predicted
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0
@@ -34,7 +34,7 @@ def run(
     """Show how far a job is and how its actors do, while it runs or after it.
 
     Works in any process and on any machine that sees the files beside the output. An actor that
-    has said nothing for half a minute is shown as stale: dead, or cut off.
+    has said nothing for half a minute is shown as lost: dead, or cut off.
     """
     directory = find_status(job)
     if watch and not as_json:
@@ -132,7 +132,7 @@ def _actor_table(view: JobView) -> Table:
 def _actor_cells(actor: ActorView) -> Iterator[str]:
     engine, ratio = actor.status.engine, measured_over_predicted(actor)
     yield actor.status.actor
-    yield actor.state if actor.state != STALE else f"stale, {format_seconds(actor.age_s)}"
+    yield actor.state if actor.state != LOST else f"lost, {format_seconds(actor.age_s)}"
     yield f"{actor.status.rows.num_rows:,}"
     yield f"{actor.tokens_per_s:,.0f}"
     yield NOTHING if engine is None else f"{100 * engine.pool_fill:.0f} %"

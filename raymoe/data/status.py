@@ -18,7 +18,9 @@ from raymoe.units import MIB, format_bytes
 
 FORMAT = 1  # format version of all status files
 
-LOADING, RUNNING, ENDED, FAILED = "loading", "running", "ended", "failed"
+LOADING, RUNNING = "loading", "running"
+ENDED, FAILED = "ended", "failed"  # of an actor
+FINISHED, STOPPED = "finished", "stopped"  # of a job, which may have FAILED, too
 GENERATE = "generate"
 
 _OPS, _RESOURCES = frozenset(Op), frozenset(Resource)
@@ -175,6 +177,18 @@ class JobStatus:
     @property
     def is_running(self) -> bool:
         return self.state == RUNNING
+
+
+def end_state(error: BaseException | None) -> tuple[str, str]:
+    """Return the state that a job ends with, and the reason: of what ended it, None for its end.
+
+    An interrupt, or an error that one caused, stops a job; its finished rows stay.
+    """
+    if error is None:
+        return FINISHED, ""
+    is_stop = any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__))
+    state = STOPPED if is_stop else FAILED
+    return state, str(error) or ("interrupted" if is_stop else type(error).__name__)
 
 
 def rate_unit(task: str) -> str:

@@ -142,7 +142,7 @@ def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
 def check_traces(directory, done):
     """What a run leaves beside its output besides the rows, for those who look later."""
     files = read_status(directory / "out.jsonl.status")
-    assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("ended", 41, 4)
+    assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("finished", 41, 4)
     assert dict(files.job.settings)["ignore_eos"] == "True"
     assert files.unreadable == ()
     (actor,) = files.actors

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_the_status_has_the_job_its_nodes_and_its_dead(answers, capsys, monkeypa
     assert "10 tokens/s over the last minute" in shown
     assert "30m" in shown
     assert "per million tokens" in shown
-    assert "stale, 1m4" in shown  # 100 s, or what a busy machine made of them
+    assert "lost, 1m4" in shown  # 100 s, or what a busy machine made of them
     assert "2 x ConfigError" in shown
     assert "node-b" in shown
 
@@ -61,14 +62,14 @@ def test_the_status_as_json_is_one_object(answers, capsys):
     assert run(["status", str(answers), "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert (plain["state"], plain["num_rows"], plain["total_rows"]) == ("running", 100, 400)
-    assert [one["state"] for one in plain["actors"]] == ["running", "stale"]
+    assert [one["state"] for one in plain["actors"]] == ["running", "lost"]
     assert [one["node"] for one in plain["nodes"]] == ["node-a", "node-b"]
 
 
 def test_watching_ends_with_the_job(answers, capsys):
-    write(answers.with_name("answers.status"), job=job(state="ended", num_rows=400))
+    write(answers.with_name("answers.status"), job=job(state="finished", num_rows=400))
     assert run(["status", str(answers), "--watch"]) == 0
-    assert "answers: ended | 400 of 400 rows" in capsys.readouterr().out
+    assert "answers: finished | 400 of 400 rows" in capsys.readouterr().out
 
 
 def test_a_job_that_is_not_there_is_bad_usage(tmp_path, capsys):
@@ -125,6 +126,11 @@ def watched(tmp_path, run_stats):
     return JobWatch(tmp_path, run_stats, model="m", settings=(("a", "b"),), price_per_hour=1.0)
 
 
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 def test_a_driver_says_how_its_job_ended(tmp_path):
     run_stats = RunStats(total_rows=5)
     with watched(tmp_path, run_stats):
@@ -132,7 +138,8 @@ def test_a_driver_says_how_its_job_ended(tmp_path):
         run_stats.add(table(1, "ConfigError: no"))
         run_stats.finished_s = run_stats.started_s + 2.0
     done = read_status(tmp_path).job
-    assert (done.state, done.num_rows, done.num_error_rows, done.total_rows) == ("ended", 5, 1, 5)
+    assert done.state == "finished"
+    assert (done.num_rows, done.num_error_rows, done.total_rows) == (5, 1, 5)
     assert (done.num_input_tokens, done.num_generated_tokens) == (25, 50)
     assert (done.errors, done.elapsed_s, done.settings) == (
         (("ConfigError", 1),),
@@ -142,15 +149,24 @@ def test_a_driver_says_how_its_job_ended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
-    [(ExecutionError("the engine broke"), "the engine broke"), (KeyboardInterrupt(), "Keyboard")],
+    ("error", "state", "reason"),
+    [
+        (None, "finished", ""),
+        (ExecutionError("the engine broke"), "failed", "the engine broke"),
+        (ValueError(), "failed", "ValueError"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
+        (KeyboardInterrupt("by SIGTERM"), "stopped", "by SIGTERM"),
+        (caused(ExecutionError("12 rows are safe"), KeyboardInterrupt()), "stopped", "12 rows"),
+    ],
 )
-def test_a_driver_says_why_its_job_failed(tmp_path, error, reason):
-    with pytest.raises(type(error)), watched(tmp_path, RunStats(total_rows=5)):
-        raise error
-    failed = read_status(tmp_path).job
-    assert failed.state == "failed"
-    assert reason in failed.reason
+def test_a_driver_says_whether_its_job_was_stopped_or_failed(tmp_path, error, state, reason):
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    with expected, watched(tmp_path, RunStats(total_rows=5)):
+        if error is not None:
+            raise error
+    done = read_status(tmp_path).job
+    assert done.state == state
+    assert done.reason.startswith(reason)
 
 
 def test_a_driver_knows_what_its_actors_do(tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from raymoe.data.status import read_status
-from raymoe.status_view import MAX_NODES_IN_A_LINE, STALE_S, JobView, node_rates
+from raymoe.status_view import LOST_S, MAX_NODES_IN_A_LINE, JobView, node_rates
 from tests.unit.data.statuses import NOW_S, actor, job, write
 
 SECOND = actor("node-b-2-def")
@@ -33,24 +33,24 @@ def test_a_running_job_says_how_fast_how_long_and_at_what_cost(tmp_path):
 
 
 def test_a_job_that_is_over_is_judged_as_a_whole(tmp_path):
-    over = job(state="ended", num_rows=400, updated_unix_s=NOW_S)
+    over = job(state="finished", num_rows=400, updated_unix_s=NOW_S)
     seen = view(tmp_path, job=over, actors=[actor()], now_s=NOW_S + 86_400)
-    assert (seen.state, seen.is_alive, seen.left_s) == ("ended", False, None)
+    assert (seen.state, seen.is_alive, seen.left_s) == ("finished", False, None)
     assert seen.elapsed_s == 600.0
     assert seen.tokens_per_s == pytest.approx(10.0)
     (only,) = seen.actors
     assert only.state == "ended"  # it was stopped with the job, though it did not say so
 
 
-def test_an_actor_that_says_nothing_is_stale_and_counts_for_nothing(tmp_path):
-    dead = actor(updated_unix_s=NOW_S - STALE_S - 1)
+def test_an_actor_that_says_nothing_is_lost_and_counts_for_nothing(tmp_path):
+    dead = actor(updated_unix_s=NOW_S - LOST_S - 1)
     seen = view(tmp_path, job=job(), actors=[dead, SECOND])
     assert {one.status.actor: one.state for one in seen.actors} == {
-        "node-a-1-abc": "stale",
+        "node-a-1-abc": "lost",
         "node-b-2-def": "running",
     }
     assert seen.tokens_per_s == pytest.approx(10.0)
-    assert seen.actors[0].age_s == pytest.approx(STALE_S + 1)
+    assert seen.actors[0].age_s == pytest.approx(LOST_S + 1)
 
 
 def test_a_clock_that_is_slow_kills_nobody(tmp_path):
@@ -60,9 +60,9 @@ def test_a_clock_that_is_slow_kills_nobody(tmp_path):
 
 
 def test_a_driver_that_was_killed_shows(tmp_path):
-    late = NOW_S + STALE_S + 1
+    late = NOW_S + LOST_S + 1
     seen = view(tmp_path, job=job(), actors=[actor(updated_unix_s=late)], now_s=late)
-    assert seen.state == "stale"
+    assert seen.state == "lost"
     assert seen.elapsed_s == 600.0
 
 
