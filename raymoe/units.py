@@ -46,6 +46,19 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
 
 
+def format_money(amount: float, currency: str) -> str:
+    """Format a cost for people.
+
+    >>> format_money(1234.5, "USD"), format_money(0.04219, "EUR")
+    ('1,234.50 USD', '0.0422 EUR')
+    """
+    if amount >= 1:
+        return f"{amount:,.2f} {currency}"
+    if 0 < amount < 1e-4:
+        return f"under 0.0001 {currency}"
+    return f"{amount:.3g} {currency}"
+
+
 def parse_bytes(text: str) -> int:
     """Read a capacity such as "192GiB", "16 GB" or "1024"; raises ValueError.
 

@@ -378,7 +378,7 @@ def to_json(data: object) -> str:
 
 def _write(value: object, indent: str) -> str:
     if not dataclasses.is_dataclass(value):
-        return json.dumps(value)
+        return json.dumps(value, default=dataclasses.asdict)  # of dataclasses in tuples
     deeper = indent + "  "
     lines = [
         f'{deeper}"{field.name}": {_write(getattr(value, field.name), deeper)}'
