@@ -177,7 +177,9 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     "generated_tokens": lambda one: list(one.token_ids),
     "num_input_tokens": lambda one: one.num_input_tokens,
     "num_cached_tokens": lambda one: one.num_cached_tokens,
-    "num_generated_tokens": lambda one: one.num_generated_tokens,
+    "num_generated_tokens": lambda one: sum(
+        sample.num_generated_tokens for sample in (one, *one.others)
+    ),
     "finish_reason": lambda one: one.finish_reason,
     ERROR_COLUMN: lambda one: one.error,
     REASONING_COLUMN: lambda one: one.reasoning,

@@ -34,6 +34,7 @@ def test_each_sample_is_a_row_with_the_columns_of_its_row():
         id=["x", "y", "z"],
         messages=[[{"role": "user"}], None, []],
     )
+    assert table.column("num_generated_tokens").to_pylist() == [3, 0, 6]  # of all samples
     exploded = raymoe.explode_samples(table)
     found = {name: exploded.column(name).to_pylist() for name in exploded.column_names}
     assert found["id"] == ["x", "x", "y", "z", "z", "z"]
