@@ -4,11 +4,13 @@ To add one: write ``raymoe/cli/<name>.py`` with a function ``run`` whose paramet
 and name it in `COMMANDS`.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -35,6 +37,7 @@ COMMANDS = {
     "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
 }
 COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}
+SLOW_S = 1.0
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130  # as of a process that SIGINT ends
@@ -85,7 +88,9 @@ def _run_command(name: str, arguments: list[str]) -> int:
     is_debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(importlib.import_module(f"raymoe.cli.{name}").run)
+    with _saying_if_slow(f"raymoe {name}: loading its libraries"):
+        module = importlib.import_module(f"raymoe.cli.{name}")
+    app.command()(module.run)
     command = typer.main.get_command(app)
     try:
         command(args=arguments, prog_name=f"raymoe {name}")
@@ -99,6 +104,18 @@ def _run_command(name: str, arguments: list[str]) -> int:
             raise
         return _report(error)
     return 0
+
+
+@contextlib.contextmanager
+def _saying_if_slow(text: str) -> Iterator[None]:
+    """Say what takes the time, on standard error, once it has taken some."""
+    timer = threading.Timer(SLOW_S, typer.echo, (text,), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _report(error: Exception) -> int:
