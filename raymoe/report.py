@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from raymoe.data import manifest as manifests
+from raymoe.data.error_groups import ErrorGroup
 from raymoe.data.manifest import Manifest
+from raymoe.data.observer import error_kind
 from raymoe.data.status import (
     GENERATE,
     HISTORY_COLUMNS,
@@ -32,7 +34,7 @@ from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.files import PRIVATE_FILE, kind_problem, open_regular, write_file
 from raymoe.status_view import ActorView, JobView, measured_over_predicted
-from raymoe.units import format_seconds
+from raymoe.units import format_money, format_seconds
 
 MARK = "<!-- a report of raymoe -->"
 
@@ -64,6 +66,8 @@ td { overflow-wrap: anywhere; min-width: 4.5rem } td:first-child { min-width: 9r
 td.number, th.number { text-align: right; white-space: nowrap }
 pre, li { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 pre { margin: 0 } ol { margin: 0; padding-left: 2.5rem }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+  gap: 0 1.5rem; padding: .25rem 0 1rem; border-top: 1px solid var(--line) }
 svg { display: block; width: 100%; min-width: 44rem; height: auto; border-radius: .25rem }
 h3 { margin: 1rem 0 .25rem; font-size: .95rem }
 """
@@ -339,38 +343,68 @@ def _shifted(points: list[tuple[float, float]], start_s: float) -> tuple[tuple[f
     return tuple((max(0.0, seconds - start_s), value) for seconds, value in points)
 
 
-MAX_MESSAGES = 20
-NO_SAMPLES = "may quote rows: raymoe status shows it, and so does raymoe report --samples"
+MAX_CHARACTERS = 2000  # of a prompt or an answer
+ASKS = "raymoe report --samples N"
 NOTHING = "-"
+# Others may have parts of cells outside quotes.
+OUR_ERRORS = frozenset(
+    ("ConfigError", "UnknownOptionError", "DecodeError", "CapacityError", "WorkerProcessError",
+     "ExecutionError", "ValueError")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A row of the output.
+
+    Attributes:
+        answers: Of each sample.
+    """
+
+    name: str
+    prompt: str
+    answers: tuple[str, ...] = ()
+    error: str = ""
 
 
 def summary(view: JobView, *, has_samples: bool) -> str:
-    job = view.job
-    total = f" of {job.total_rows:,}" if job is not None else ""
-    kind = "out" if view.task == GENERATE else "in"
+    total = "" if view.total_rows is None else f" of {view.total_rows:,}"
+    is_text = view.task == GENERATE
     entries = [
-        ("rows", f"{view.num_rows:,}{total}"),
-        ("error rows", f"{view.num_error_rows:,}"),
-        ("tokens in", f"{view.num_input_tokens:,}"),
+        ("rows finished", f"{view.num_finished_rows:,}{total}"),
+        ("rows with errors", f"{view.num_error_rows:,}"),
+        ("prompt tokens", f"{view.num_input_tokens:,}"),
         *_found_prompts(view),
-        *([("tokens out", f"{view.num_generated_tokens:,}")] if kind == "out" else []),
-        (f"tokens {kind} per second", f"{view.tokens_per_s:,.0f}"),
-        ("time", format_seconds(view.elapsed_s)),
-        ("nodes, actors", f"{len(view.nodes)}, {len(view.actors)}"),
+        *([("generated tokens", f"{view.num_generated_tokens:,}")] if is_text else []),
+        (f"{'generated' if is_text else 'prompt'} tokens per second", f"{view.tokens_per_s:,.0f}"),
+        ("time, loading included", format_seconds(view.elapsed_s)),
+        *([("runs", f"{view.former.num_runs + 1:,}")] if view.former.num_runs else []),
+        ("nodes", f"{len(view.nodes):,}"),
+        ("actors", f"{len(view.actors):,}"),
     ]
-    if job is not None and job.num_written_before:
-        entries.insert(1, ("rows of former runs", f"{job.num_written_before:,}"))
     if view.cost is not None:
-        entries.append(("cost", f"{view.cost:.3g}"))
-    if view.cost_per_million_tokens is not None:
-        entries.append((f"cost per million tokens {kind}", f"{view.cost_per_million_tokens:.3g}"))
-    reason = "" if job is None else _reason(job.reason, has_samples=has_samples)
-    notes = [paragraph(f"{view.state}: {reason}")] if reason else []
-    return section("Summary", *notes, numbers(entries))
+        entries.append(("cost", format_money(view.cost, view.currency)))
+    million = view.cost_per_million_tokens
+    if million is not None:
+        entries.append(("cost per million tokens", format_money(million, view.currency)))
+    return section("Summary", *_notes(view, has_samples=has_samples), numbers(entries))
+
+
+def _notes(view: JobView, *, has_samples: bool) -> Iterator[str]:
+    """What a reader should know before the numbers."""
+    reason = "" if view.job is None else _reason(view.job.reason, has_samples=has_samples)
+    if reason:
+        yield paragraph(f"This job {view.state}: {reason}")
+    if view.can_resume:
+        yield paragraph("The same command with --resume goes on from here.")
+    if view.former.num_runs:
+        latest = f"the latest took {format_seconds(view.run_s)}"
+        unknown = "" if view.former.elapsed_s is not None else "; how long others took is not known"
+        yield paragraph(f"Rows, tokens, time and cost are of all runs; {latest}{unknown}.")
 
 
 def _reason(text: str, *, has_samples: bool) -> str:
-    return text if has_samples or not text else f"the reason {NO_SAMPLES}"
+    return text if has_samples or not text else f"raymoe status and {ASKS} say why"
 
 
 def _found_prompts(view: JobView) -> list[tuple[str, str]]:
@@ -385,15 +419,49 @@ def _found_prompts(view: JobView) -> list[tuple[str, str]]:
 
 
 def errors(view: JobView, *, has_samples: bool) -> str:
-    said = chain.from_iterable(one.status.rows.messages for one in view.actors)
-    messages = list(dict.fromkeys(said))
-    if not (view.errors or messages):
+    """What error rows say; without samples, no part of a cell."""
+    rows = [
+        (_error_text(group, has_samples=has_samples), f"{group.num_rows:,}")
+        for group in view.error_groups
+    ]
+    if not rows:
         return ""
-    kinds = table(("kind", "rows"), [(kind, f"{count:,}") for kind, count in view.errors])
-    if not has_samples:
-        return section("Error rows", kinds, paragraph(f"What they said {NO_SAMPLES}."))
-    quoted = numbered(messages[:MAX_MESSAGES])
-    return section("Error rows", kinds, heading("What the first of them said"), quoted)
+    hidden = [] if has_samples else [paragraph(f"Parts of cells are left out; {ASKS} has them.")]
+    return section("Rows with errors", table(("error", "rows"), rows), *hidden)
+
+
+def _error_text(group: ErrorGroup, *, has_samples: bool) -> str:
+    kind = error_kind(group.template)
+    if has_samples or kind in OUR_ERRORS:
+        return group.text(has_quotes=has_samples)
+    return kind
+
+
+def sample_rows(samples: Sequence[Sample]) -> str:
+    """Prompts, each beside its answers."""
+    return section("Prompts and answers", *map(_pair, samples)) if samples else ""
+
+
+def _pair(sample: Sample) -> str:
+    count = len(sample.answers)
+    answers = [
+        heading(f"Answer {number} of {count}" if count > 1 else "Answer")
+        + preformatted(cut(answer))
+        for number, answer in enumerate(sample.answers, 1)
+    ]
+    if sample.error:
+        answers = [heading("Error"), preformatted(cut(sample.error))]
+    prompt = heading(f"Prompt of row {sample.name}") + preformatted(cut(sample.prompt))
+    return f'<div class="pair"><div>{prompt}</div><div>{"".join(answers)}</div></div>'
+
+
+def cut(value: str) -> str:
+    """Leave out the middle of a long text."""
+    num_more = len(value) - MAX_CHARACTERS
+    if num_more <= 0:
+        return value
+    half = MAX_CHARACTERS // 2
+    return f"{value[:half]}\n[... {num_more:,} characters ...]\n{value[-half:]}"
 
 
 def accuracy(view: JobView) -> str:
@@ -514,11 +582,11 @@ def _timeline(name: str, spans: Sequence[PlainSpan]) -> Timeline:
     )
 
 
-def write_report(status_dir: Path, path: Path, *, has_samples: bool = False) -> None:
+def write_report(status_dir: Path, path: Path, *, samples: Sequence[Sample] | None = None) -> None:
     """Write a job's report whole, for this user alone.
 
     Args:
-        has_samples: Quote what error rows said, which has parts of their cells.
+        samples: Rows to show; None shows no part of any cell, in errors neither.
 
     Raises:
         ConfigError: There is another file.
@@ -529,17 +597,23 @@ def write_report(status_dir: Path, path: Path, *, has_samples: bool = False) -> 
     view = JobView.of(read_status(status_dir), time.time())
     name = status_dir.name.removesuffix(SUFFIX)
     manifest = find_manifest(status_dir)
-    page_text = make_report(view, name, manifest, has_samples=has_samples)
+    page_text = make_report(view, name, manifest, samples=samples)
     write_file(path, page_text, mode=PRIVATE_FILE)
 
 
 def make_report(
-    view: JobView, name: str, manifest: Manifest | None = None, *, has_samples: bool = False
+    view: JobView,
+    name: str,
+    manifest: Manifest | None = None,
+    *,
+    samples: Sequence[Sample] | None = None,
 ) -> str:
     """The HTML page of a job; `manifest` is what its tokens depend on."""
+    has_samples = samples is not None
     parts = (
         summary(view, has_samples=has_samples),
         errors(view, has_samples=has_samples),
+        sample_rows(samples or ()),
         pictures(view),
         accuracy(view),
         roofline(view),

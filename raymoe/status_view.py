@@ -1,25 +1,31 @@
-"""Summaries of a job's status files: rates, remaining time, costs, dead actors."""
+"""Summaries of a job's status files over all its runs: totals, rates, time left and cost."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from raymoe.data.observer import recent_rate
+from raymoe.data.error_groups import ErrorGroup, ErrorGroups
+from raymoe.data.observer import error_kind, recent_rate
 from raymoe.data.status import (
     ENDED,
     FAILED,
     GENERATE,
     LOADING,
     RUNNING,
+    STOPPED,
     ActorStatus,
+    FormerRuns,
     JobStatus,
     StatusFiles,
     StepRecord,
+    read_status,
 )
 from raymoe.units import format_seconds
 
-LOST_S = 30.0  # writers update every 5 s
+LOST_S = 30.0  # writers update every 2 s
 LOST, UNKNOWN = "lost", "unknown"
+UNKNOWN_RUNS = FormerRuns(elapsed_s=None, node_s=None)
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6
 MAX_NODES_IN_A_LINE = 6
@@ -48,6 +54,15 @@ class ActorView:
         rate = recent_rate(self.status.history, "num_tokens")
         return rate if rate is not None and self.is_alive else 0.0
 
+    @property
+    def num_finished_rows(self) -> int:
+        """Rows with an answer; of a live actor also those of batches that are not complete."""
+        rows, engine = self.status.rows, self.status.engine
+        if engine is None or not self.is_alive:
+            return rows.num_rows
+        known = rows.num_found_rows + rows.num_refused_rows
+        return max(rows.num_rows, known + engine.num_finished_rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
@@ -65,7 +80,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job as a reader sees it at `now_s`, in Unix time."""
+    """A job as a reader sees it at `now_s`, in Unix time: all its runs, the latest as it is now."""
 
     now_s: float
     job: JobStatus | None
@@ -106,6 +121,11 @@ class JobView:
         return self.state in {LOADING, RUNNING}
 
     @property
+    def can_resume(self) -> bool:
+        """Whether another run can finish the job."""
+        return self.job is not None and self.state in {STOPPED, FAILED, LOST}
+
+    @property
     def model(self) -> str | None:
         if self.job is not None:
             return self.job.model
@@ -129,33 +149,50 @@ class JobView:
         )
 
     @property
+    def former(self) -> FormerRuns:
+        """What former runs did; nothing without a driver, which alone knows."""
+        return FormerRuns() if self.job is None else self.job.former
+
+    @property
+    def total_rows(self) -> int | None:
+        """Rows of the whole job; None without a driver."""
+        return None if self.job is None else self.former.num_rows + self.job.total_rows
+
+    @property
     def num_rows(self) -> int:
-        """Rows of this run that are in the output; without a driver, rows answered."""
-        return self.job.num_rows if self.job is not None else self._sum("num_rows")
+        """Rows that are in the output; without a driver, rows answered."""
+        return self._total("num_rows")
+
+    @property
+    def num_finished_rows(self) -> int:
+        """Rows with an answer, those that are not in the output yet included."""
+        if self.total_rows is None:
+            return sum(actor.num_finished_rows for actor in self.actors)
+        now = sum(actor.num_finished_rows for actor in self.actors) if self.is_alive else 0
+        return max(self.num_rows, min(self.total_rows, self.former.num_rows + now))
 
     @property
     def num_error_rows(self) -> int:
-        return self.job.num_error_rows if self.job is not None else self._sum("num_error_rows")
+        return self._total("num_error_rows")
 
     @property
     def num_input_tokens(self) -> int:
-        return self.job.num_input_tokens if self.job is not None else self._sum("num_input_tokens")
+        return self._total("num_input_tokens")
 
     @property
     def num_generated_tokens(self) -> int:
-        if self.job is not None:
-            return self.job.num_generated_tokens
-        return self._sum("num_generated_tokens")
+        """Tokens of all samples of all rows."""
+        return self._total("num_generated_tokens")
 
     @property
     def num_computed_prompt_tokens(self) -> int:
         """Prompt tokens that the engines computed, recomputation included."""
-        return self._sum_of_engines("num_prompt_tokens")
+        return self.former.num_computed_prompt_tokens + self._sum_of_engines("num_prompt_tokens")
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that rows found in the KV cache."""
-        return self._sum_of_engines("num_cached_tokens")
+        return self.former.num_cached_tokens + self._sum_of_engines("num_cached_tokens")
 
     @property
     def cached_share(self) -> float:
@@ -166,22 +203,34 @@ class JobView:
     @property
     def num_tokens(self) -> int:
         """Tokens that the task is measured by: generated ones, or those read."""
-        return self.num_generated_tokens if self.task == GENERATE else self.num_input_tokens
+        return self._total(self._tokens_field)
 
     @property
-    def errors(self) -> tuple[tuple[str, int], ...]:
-        """Error rows of each kind, most frequent first; without a driver, those of actors."""
+    def error_groups(self) -> tuple[ErrorGroup, ...]:
+        """What error rows say, most frequent first; without a driver, those of actors."""
         if self.job is not None:
-            return self.job.errors
+            parts = [self.former.error_groups, self.job.error_groups]
+        else:
+            parts = [actor.status.rows.error_groups for actor in self.actors]
+        return ErrorGroups(group for part in parts for group in part).groups()
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Error rows of each kind."""
         counts: dict[str, int] = {}
-        for actor in self.actors:
-            for kind, count in actor.status.rows.errors:
-                counts[kind] = counts.get(kind, 0) + count
-        return tuple(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+        for group in self.error_groups:
+            kind = error_kind(group.template, counts)
+            counts[kind] = counts.get(kind, 0) + group.num_rows
+        return counts
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the start to now, or to the last write of an ended job."""
+        """Seconds of all runs that are known, to now, or to the last write of an ended job."""
+        return (self.former.elapsed_s or 0.0) + self.run_s
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of the latest run."""
         if self.job is not None:
             since_s = self.now_s - self.job.updated_unix_s if self.is_alive else 0.0
             return self.job.elapsed_s + max(0.0, since_s)
@@ -193,43 +242,67 @@ class JobView:
 
     @property
     def tokens_per_s(self) -> float:
-        """`num_tokens` per second: in the last minute, or over the whole run once it ended."""
+        """`num_tokens` per second: in the last minute, or over all runs once the job ended.
+
+        Over the latest run alone where the time of a former one is not known.
+        """
         if self.is_alive:
             return sum(actor.tokens_per_s for actor in self.actors)
-        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+        tokens = self.num_tokens - self._num_tokens_of_unknown_time
+        return tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the mean rate of finished rows; None if unknown."""
-        if self.job is None or not self.is_alive or not self.num_rows:
+        """Seconds to the end at the rate of rows since the first model was loaded, or None."""
+        num_done = self.num_finished_rows - self.former.num_rows
+        if self.total_rows is None or not self.is_alive or num_done <= 0:
             return None
-        return (self.job.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
+        begins = [actor.status.history[0][0] for actor in self.actors if actor.status.history]
+        generating_s = max(0.0, self.now_s - min(begins)) if begins else self.run_s
+        seconds = min(self.run_s, generating_s)
+        return (self.total_rows - self.num_finished_rows) * seconds / num_done
+
+    @property
+    def currency(self) -> str:
+        return "" if self.job is None else self.job.currency
 
     @property
     def cost(self) -> float | None:
-        """Cost of all machines so far; None without a price."""
+        """Cost of all runs that are known, in `currency`, at the latest price; None without."""
         if self.job is None or self.job.price_per_hour is None:
             return None
-        num_nodes = max(1, len(self.nodes))
-        return self.job.price_per_hour * num_nodes * self.elapsed_s / SECONDS_PER_HOUR
+        return self.job.price_per_hour * self.node_s / SECONDS_PER_HOUR
+
+    @property
+    def node_s(self) -> float:
+        """Seconds of all nodes in all runs that are known."""
+        return (self.former.node_s or 0.0) + max(1, len(self.nodes)) * self.run_s
 
     @property
     def cost_per_million_tokens(self) -> float | None:
+        """Cost over the tokens of the same runs, those of unfinished rows included."""
         name = "num_generated_tokens" if self.task == GENERATE else "num_prompt_tokens"
-        tokens = max(self._sum_of_engines(name), self.num_tokens)
+        now = self._sum_of_engines(name) if self.is_alive else 0
+        tokens = max(int(getattr(self.former, self._tokens_field)) + now, self.num_tokens)
+        tokens -= self._num_tokens_of_unknown_time
         return self.cost / tokens * MILLION if self.cost is not None and tokens else None
 
     def as_plain(self) -> dict[str, Any]:
         return {
             "state": self.state,
+            "reason": "" if self.job is None else self.job.reason,
             "name": None if self.job is None else self.job.name,
             "model": self.model,
             "task": self.task,
+            "num_runs": self.former.num_runs + 1,
             "num_rows": self.num_rows,
-            "total_rows": None if self.job is None else self.job.total_rows,
-            "num_written_before": None if self.job is None else self.job.num_written_before,
+            "num_finished_rows": self.num_finished_rows,
+            "total_rows": self.total_rows,
             "num_error_rows": self.num_error_rows,
-            "errors": dict(self.errors),
+            "errors": self.errors,
+            "error_groups": [
+                {"num_rows": one.num_rows, "error": one.text()} for one in self.error_groups
+            ],
             "num_input_tokens": self.num_input_tokens,
             "num_computed_prompt_tokens": self.num_computed_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
@@ -238,6 +311,7 @@ class JobView:
             "elapsed_s": self.elapsed_s,
             "left_s": self.left_s,
             "price_per_hour": None if self.job is None else self.job.price_per_hour,
+            "currency": self.currency,
             "cost": self.cost,
             "cost_per_million_tokens": self.cost_per_million_tokens,
             "nodes": [
@@ -248,12 +322,40 @@ class JobView:
             "unreadable": list(self.unreadable),
         }
 
+    @property
+    def _tokens_field(self) -> str:
+        return "num_generated_tokens" if self.task == GENERATE else "num_input_tokens"
+
+    @property
+    def _num_tokens_of_unknown_time(self) -> int:
+        is_known = self.former.elapsed_s is not None
+        return 0 if is_known else int(getattr(self.former, self._tokens_field))
+
     def _sum_of_engines(self, field: str) -> int:
         engines = [actor.status.engine for actor in self.actors]
         return sum(getattr(engine, field) for engine in engines if engine is not None)
 
-    def _sum(self, field: str) -> int:
+    def _total(self, field: str) -> int:
+        """A count of the driver over all runs; without a driver, the sum of the actors'."""
+        if self.job is not None:
+            return int(getattr(self.job, field) + getattr(self.former, field))
         return sum(getattr(actor.status.rows, field) for actor in self.actors)
+
+
+def former_runs(directory: Path) -> FormerRuns:
+    """Return what the runs so far took, by their status files; the output knows their rows."""
+    files = read_status(directory)
+    if files.job is None:
+        return UNKNOWN_RUNS
+    view = JobView.of(files, files.job.updated_unix_s)
+    is_known = view.former.elapsed_s is not None
+    return FormerRuns(
+        num_runs=view.former.num_runs + 1,
+        num_computed_prompt_tokens=view.num_computed_prompt_tokens,
+        num_cached_tokens=view.num_cached_tokens,
+        elapsed_s=view.elapsed_s if is_known else None,
+        node_s=view.node_s if is_known else None,
+    )
 
 
 def node_rates(nodes: Iterable[NodeView]) -> str:

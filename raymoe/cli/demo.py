@@ -15,7 +15,8 @@ from rich.text import Text
 
 from raymoe.assets import demo_model_path
 from raymoe.assets.wrangling import KINDS, make_rows
-from raymoe.cli.pipeline import Job, check_model, plain_console, print_summary, run_job
+from raymoe.cli.pipeline import Job, check_model, run_job
+from raymoe.cli.progress import plain_console, print_summary
 from raymoe.cli.sources import open_source
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import ParquetWriter
@@ -66,14 +67,14 @@ def run(
     clear_status(_status_dir(output))
     writer.prepare(resume=False, overwrite=True)
     console = plain_console()
-    console.print(f"{rows:,} messy rows in {input_path}; starting Ray and loading the model ...")
-    run_stats = run_job(job, plain_console(stderr=True))
+    console.print(f"{rows:,} messy rows in {input_path}")
+    view = run_job(job, plain_console(stderr=True))
     answers = pq.read_table(output / OUTPUT_NAME).sort_by("id")
     scores = score(answers)
     console.print(_sample_table(answers))
     console.print(_score_table(scores))
     _check_ids(source.ids, answers.column("id"))
-    print_summary(run_stats, writer.location, console)
+    print_summary(view, str(writer.location), console)
     console.print(f"input:  {input_path}")
     write_report(_status_dir(output), report_beside(_status_dir(output)))
     console.print(f"report: {report_beside(_status_dir(output))}")

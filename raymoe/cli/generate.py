@@ -17,18 +17,17 @@ from raymoe.cli.pipeline import (
     check_model,
     content_columns,
     find_manifest,
-    plain_console,
-    print_summary,
     run_job,
 )
-from raymoe.cli.resume import Lease, ResumeState, find_written
+from raymoe.cli.progress import plain_console, print_summary
+from raymoe.cli.resume import Lease, ResumeState, count_written, find_written
 from raymoe.cli.sources import FORMS, Source, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
-from raymoe.data.status import Pairs
+from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, reader_of
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN, TASKS
 from raymoe.engine.tokenizer import check_template_kwargs
@@ -192,6 +191,10 @@ Price = Annotated[
     float | None,
     typer.Option(min=0.0, help="Of a node, to show what tokens cost.", rich_help_panel=RUN),
 ]
+Currency = Annotated[
+    str,
+    typer.Option(help="Currency of --price-per-hour, named with each cost.", rich_help_panel=RUN),
+]
 Report = Annotated[
     bool,
     typer.Option(
@@ -213,7 +216,8 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
 ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "split_special_tokens", "seed", "device",
                 "tensor_parallel_size", "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
-OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "preserve_order", "verbose")
+OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "currency",
+          "preserve_order", "verbose")  # fmt: skip
 OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",
               "task", "task_options", "form", "samples_as_rows", "resume", "overwrite", "journal",
               "no_journal", "report")  # fmt: skip
@@ -260,6 +264,7 @@ def run(  # noqa: PLR0913 - the options of a command
     journal: Journal = None,
     no_journal: NoJournal = False,
     price_per_hour: Price = None,
+    currency: Currency = "USD",
     report: Report = True,
     verbose: Verbose = False,
 ) -> None:
@@ -268,6 +273,8 @@ def run(  # noqa: PLR0913 - the options of a command
     With --task score, classify or embed, columns with log probabilities, labels or embeddings.
     Column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
+    where = without_secrets(input_) if "://" in input_ else input_
+    plain_console(stderr=True).print(harmless(f"reading {where} and the model {model}"))
     job, resume_state = _make_job(context.params)
     _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
 
@@ -437,12 +444,15 @@ def _run(
 def _write(
     job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool, has_report: bool
 ) -> None:
+    former = resume_state.former_runs()  # before their status is removed
     _prepare(job, resume_state, resume=resume, overwrite=overwrite)
     console = plain_console()
     try:
-        run_stats = run_job(_without_written(job) if resume else job, plain_console(stderr=True))
+        if resume:
+            job = _without_written(job, former)
+        view = run_job(job, plain_console(stderr=True))
         resume_state.finish()
-        print_summary(run_stats, resume_state.output, console)
+        print_summary(view, str(resume_state.output), console)
     finally:
         if has_report:  # of a run that failed, too
             _write_report(resume_state, console)
@@ -474,7 +484,7 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
         )
 
 
-def _without_written(job: Job) -> Job:
+def _without_written(job: Job, former: FormerRuns) -> Job:
     columns, id_column = _content_columns(job.options, job.source), job.id_column or ""
     written = find_written(job.source, job.writer, columns, id_column)
     reasons = {"have been edited since they were written": written.changed,
@@ -482,11 +492,13 @@ def _without_written(job: Job) -> Job:
     for reason, ids in reasons.items():
         if len(ids):
             typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
+    counts = written.counts
     if written.stale:
         job.writer.drop(written.stale, id_column)
+        counts = count_written(job.writer, id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
-    return dataclasses.replace(job, written=written)
+    return dataclasses.replace(job, written=written, former=counts.added_to(former))
 
 
 def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,29 +1,27 @@
 """A job of `raymoe generate`: rows through the operator into files, with progress and status."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 import ray.data
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
+from raymoe.cli.progress import Progress
 from raymoe.cli.resume import Lease, Written
 from raymoe.cli.sources import Source, without_written
-from raymoe.cli.storage import Location
 from raymoe.cli.writers import RunStats, Writer, write_part
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import Cluster
@@ -36,9 +34,13 @@ from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
     GENERATE,
     JOB_FILE,
+    NO_RUNS,
     RUNNING,
+    SUFFIX,
+    FormerRuns,
     JobStatus,
     Pairs,
+    StatusFiles,
     end_state,
     make_status_directory,
     read_status,
@@ -57,72 +59,10 @@ from raymoe.safe_text import harmless
 from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.status_view import JobView, node_rates
-from raymoe.units import MIB, format_seconds
+from raymoe.status_view import JobView
+from raymoe.units import MIB
 
-LOG_EVERY_S = 60.0
-BAR_CELLS = 24
-
-
-def plain_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: rows may hold what rich takes for markup."""
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-class Progress:
-    """Shows a statistics while it grows; a context manager."""
-
-    def __init__(
-        self,
-        run_stats: RunStats,
-        console: Console,
-        *,
-        more: Callable[[], Iterable[str]] = tuple,
-        log_every_s: float = LOG_EVERY_S,
-    ) -> None:
-        """Show.
-
-        Args:
-            more: Asked for what else there is to say, each time that the line is shown.
-            log_every_s: Where there is no terminal.
-        """
-        self._run_stats, self._more = run_stats, more
-        self._console = console
-        self._log_every_s = log_every_s
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._draw, console=self._console, transient=True)
-            self._live.start()
-        else:
-            self._thread = threading.Thread(target=self._log, name="progress", daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _draw(self) -> Text:
-        run_stats = self._run_stats
-        filled = round(BAR_CELLS * run_stats.num_rows / max(1, run_stats.total_rows))
-        return Text(f"[{'#' * filled}{'.' * (BAR_CELLS - filled)}] {self._line()}")
-
-    def _log(self) -> None:
-        while not self._is_over.wait(self._log_every_s):
-            self._console.print(self._line())
-
-    def _line(self) -> str:
-        return " | ".join((self._run_stats.line(), *self._more()))
-
-
-WRITE_EVERY_S = 5.0
+WRITE_EVERY_S = 2.0
 LAST_WRITE_S = 10.0
 LAST_WORDS_S, LOOK_EVERY_S = 10.0, 0.05
 
@@ -133,33 +73,44 @@ class JobWatch:
     """Writes how a job does while it runs, and how it ended; a context manager.
 
     Attributes:
-        node_rates: What each machine generates, as its actors said last.
-        cost_per_million_tokens: So far; None without a price.
+        view: The job, as its processes said last.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         run_stats: RunStats,
         *,
+        name: str,
         model: str,
         settings: Pairs = (),
-        num_written_before: int = 0,
+        former: FormerRuns = NO_RUNS,
         price_per_hour: float | None = None,
+        currency: str = "USD",
     ) -> None:
         """Watch a job.
 
         Args:
+            directory: Of its status; None writes nothing, and knows nothing of its actors.
             settings: Names and values, for people.
-            num_written_before: Rows that former runs had written.
         """
-        self._directory, self._run_stats, self._model = directory, run_stats, model
-        self._settings, self._num_written_before = settings, num_written_before
-        self._price_per_hour = price_per_hour
-        self._started_s = time.time()
-        self._state, self._reason = RUNNING, ""
-        self.node_rates = ""
-        self.cost_per_million_tokens: float | None = None
+        self._directory, self._run_stats = directory, run_stats
+        now_s = time.time()
+        self._status = JobStatus(
+            name=name,
+            model=model,
+            task=run_stats.task,
+            state=RUNNING,
+            started_unix_s=now_s,
+            updated_unix_s=now_s,
+            elapsed_s=0.0,
+            total_rows=run_stats.total_rows,
+            former=former,
+            price_per_hour=price_per_hour,
+            currency=currency,
+            settings=settings,
+        )
+        self.view = self._see(self._status)
         self._is_failing = False
         self._thread: Periodic | None = None
 
@@ -167,8 +118,7 @@ class JobWatch:
         """Let actors say how they ended, before Ray ends their processes."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            actors = JobView.of(read_status(self._directory), time.time()).actors
-            if not any(actor.is_alive for actor in actors):
+            if not any(actor.is_alive for actor in self._see(self._status).actors):
                 return
             time.sleep(LOOK_EVERY_S)
 
@@ -177,47 +127,42 @@ class JobWatch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._state, self._reason = end_state(error)
+        state, reason = end_state(error)
+        self._status = dataclasses.replace(self._status, state=state, reason=reason)
         if self._thread is not None:
             self._thread.close(LAST_WRITE_S)
 
     def _look(self) -> None:
         run_stats = self._run_stats
-        status = JobStatus(
-            name=self._directory.name.removesuffix(".status"),
-            model=self._model,
-            task=run_stats.task,
-            state=self._state,
-            reason=self._reason,
-            started_unix_s=self._started_s,
+        status = dataclasses.replace(
+            self._status,
             updated_unix_s=time.time(),
             elapsed_s=run_stats.elapsed_s,
-            total_rows=run_stats.total_rows,
-            num_written_before=self._num_written_before,
             num_rows=run_stats.num_rows,
             num_error_rows=run_stats.num_errors,
             num_input_tokens=run_stats.num_input_tokens,
             num_generated_tokens=run_stats.num_generated_tokens,
-            errors=tuple(run_stats.kinds.most_common()),
-            price_per_hour=self._price_per_hour,
-            settings=self._settings,
+            error_groups=run_stats.error_groups.groups(),
         )
         try:
-            write_record(self._directory / JOB_FILE, status)
+            if self._directory is not None:
+                write_record(self._directory / JOB_FILE, status)
         except OSError as error:
             if not self._is_failing:
                 logger.warning("the status in %s cannot be written: %s", self._directory, error)
             self._is_failing = True
-        view = JobView.of(read_status(self._directory), time.time())
-        self.node_rates = node_rates(view.nodes)
-        self.cost_per_million_tokens = view.cost_per_million_tokens
+        self.view = self._see(status)
+
+    def _see(self, status: JobStatus) -> JobView:
+        """Return the job with its actors; the driver knows best how it does itself."""
+        files = StatusFiles() if self._directory is None else read_status(self._directory)
+        return JobView.of(dataclasses.replace(files, job=status), time.time())
 
 
 # A part has this much, or what came in this time; the parts of a young job are smaller.
 ROWS_PER_PART, BYTES_PER_PART, BLOCKS_PER_PART = 8192, 32 * MIB, 1024
 FLUSH_EVERY_S, FLUSH_SHARE = 60.0, 0.1
 MAX_WRITES, WRITE_RETRIES = 4, 10
-MAX_REASONS = 3
 PROMPT_COLUMNS = {"prompt_column": "prompt", "messages_column": "messages", "tools_column": None}
 
 
@@ -228,7 +173,9 @@ class Job:
     Attributes:
         model: A local model directory, or a name on the hub.
         lease: The right to write the output; None where nobody else can want to.
-        written: What a former run finished.
+        written: Rows of former runs that are in the output.
+        former: What those runs took.
+        price_per_hour: Of a node, in `currency`.
         journal_dir: Where actors keep finished rows and look for those of a former run.
         status_dir: Where actors and driver write how they do; None writes nothing.
         settings: Names and values, for people.
@@ -245,7 +192,9 @@ class Job:
     written: Written | None = None
     journal_dir: Path | None = None
     status_dir: Path | None = None
+    former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
+    currency: str = "USD"
     settings: Pairs = ()
     num_actors: int = 1
     batch_size: int = 32
@@ -264,7 +213,7 @@ class Job:
             self.lease.check()
 
 
-def run_job(job: Job, console: Console) -> RunStats:
+def run_job(job: Job, console: Console) -> JobView:
     """Run a job to its end; what was finished stays on disk if it fails.
 
     Raises:
@@ -277,38 +226,35 @@ def run_job(job: Job, console: Console) -> RunStats:
         job.check_lease()
         job.writer.close()
         run_stats.finished_s = run_stats.finished_s or time.monotonic()
-    return run_stats
+    return watch.view
 
 
-def _watched(job: Job, run_stats: RunStats) -> AbstractContextManager[JobWatch | None]:
-    if job.status_dir is None:
-        return nullcontext()
+def _watched(job: Job, run_stats: RunStats) -> JobWatch:
+    directory = None if job.status_dir is None else make_status_directory(job.status_dir)
     return JobWatch(
-        make_status_directory(job.status_dir),
+        directory,
         run_stats,
+        name=job.writer.location.name if directory is None else directory.name.removesuffix(SUFFIX),
         model=job.model,
         settings=job.settings,
-        num_written_before=0 if job.written is None else job.written.num_rows,
+        former=job.former,
         price_per_hour=job.price_per_hour,
+        currency=job.currency,
     )
 
 
-def _run(job: Job, run_stats: RunStats, watch: JobWatch | None, console: Console) -> None:
-    def more() -> Iterator[str]:
-        if watch is not None and watch.cost_per_million_tokens is not None:
-            yield f"{watch.cost_per_million_tokens:.3g} per million tokens"
-        if watch is not None and watch.node_rates:
-            yield f"now {harmless(watch.node_rates)}"
-
+def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    where = f"connecting to Ray at {address}" if address else "starting Ray on this machine"
+    console.print(harmless(where))
     with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             run_stats.started_s = time.monotonic()
             dataset = _dataset(job, console)
-            with Progress(run_stats, console, more=more):
+            with Progress(lambda: watch.view, console):
                 _drain(job, dataset, run_stats)
             run_stats.finished_s = time.monotonic()
-            if watch is not None:
-                watch.wait_for_actors()
+            watch.wait_for_actors()
         except RaymoeError:
             raise
         except Exception as error:
@@ -486,7 +432,8 @@ def _dataset(job: Job, console: Console) -> ray.data.Dataset:
         **job.options,
     )
     if arguments.plan is not None:
-        console.print(harmless(arguments.plan.describe(job.price_per_hour), keep="\n"))
+        text = arguments.plan.describe(job.price_per_hour, job.currency)
+        console.print(harmless(text, keep="\n"))
     if job.is_sorted:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
         dataset = sort_by_prefix(dataset, **columns, rows_per_block=job.batch_size)
@@ -523,23 +470,6 @@ def innermost_reason(error: BaseException) -> str:
         if lines:  # Ray Data's own SystemException has no text
             return lines[-1]
     return type(error).__name__
-
-
-def print_summary(run_stats: RunStats, output: Location, console: Console) -> None:
-    """Print rows, the most frequent errors, tokens, speed, and where the output is."""
-    errors = f", {run_stats.num_errors:,} error rows" if run_stats.num_errors else ""
-    console.print(f"{run_stats.num_rows:,} rows in {format_seconds(run_stats.elapsed_s)}{errors}")
-    for reason, count in run_stats.reasons.most_common(MAX_REASONS):
-        console.print(f"  {count:,} x {harmless(reason)}")
-    tokens = f"{run_stats.num_input_tokens:,} tokens "
-    if run_stats.task == GENERATE:
-        tokens += f"in, {run_stats.num_generated_tokens:,} tokens out, "
-        tokens += f"{run_stats.tokens_per_s:,.0f} tokens/s out"
-    else:
-        rows_per_s = run_stats.num_rows / max(run_stats.elapsed_s, 1e-9)
-        tokens += f"read, {rows_per_s:,.1f} rows/s, {run_stats.tokens_per_s:,.0f} tokens/s read"
-    console.print(f"{tokens} (loading included)")
-    console.print(f"output: {harmless(str(output))}")
 
 
 STDERR = 2

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from raymoe.data.status import find_status, report_beside
+from raymoe.cli.samples import read_samples
+from raymoe.data.status import find_status, read_status, report_beside
 from raymoe.errors import ExecutionError
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
@@ -17,15 +18,17 @@ def run(
     ],
     *,
     output: Annotated[
-        Path | None, typer.Option(help="HTML file; by default beside the output.")
+        Path | None, typer.Option(help="Write this HTML file; by default one beside the output.")
     ] = None,
     samples: Annotated[
-        bool,
+        int,
         typer.Option(
-            "--samples",
-            help="Quote what error rows and failed actors said, which has parts of cells.",
+            min=0,
+            help="Show this many rows of the output, prompts beside answers, and quote cells in "
+            "errors. Without it, the page has no part of any cell.",
+            metavar="N",
         ),
-    ] = False,
+    ] = 0,
 ) -> None:
     """Write a page with pictures of a job, while it runs or after it.
 
@@ -34,8 +37,9 @@ def run(
     """
     directory = find_status(job)
     path = output or report_beside(directory)
+    rows = read_samples(directory, read_status(directory).job, samples) if samples else None
     try:
-        write_report(directory, path, has_samples=samples)
+        write_report(directory, path, samples=rows)
     except OSError as error:
         raise ExecutionError(f"{path} cannot be written: {error.strerror}") from error
     typer.echo(harmless(str(path)))

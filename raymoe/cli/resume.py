@@ -13,6 +13,7 @@ have different names, so that even then none replaces another's.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,14 +36,23 @@ from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
+from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.quarantine import in_flight_files
-from raymoe.data.status import check_status, clear_status, report_beside, status_beside
+from raymoe.data.status import (
+    NO_RUNS,
+    FormerRuns,
+    check_status,
+    clear_status,
+    report_beside,
+    status_beside,
+)
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError, RaymoeError
 from raymoe.openai.batch import request_digest
 from raymoe.report import is_report
 from raymoe.specs.files import from_plain, open_regular
+from raymoe.status_view import UNKNOWN_RUNS, former_runs
 from raymoe.units import format_bytes
 
 HEARTBEAT_S, STALE_S, READ_BACK_S = 10.0, 60.0, 1.0
@@ -284,6 +294,10 @@ class ResumeState:
             return status_beside(self.output.local_path)
         return None if self.journal is None else status_beside(self.journal)
 
+    def former_runs(self) -> FormerRuns:
+        """Return what the runs so far took; see `raymoe.status_view.former_runs`."""
+        return UNKNOWN_RUNS if self.status is None else former_runs(self.status)
+
     @property
     def report(self) -> Path | None:
         return None if self.status is None else report_beside(self.status)
@@ -400,6 +414,52 @@ TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
 LINE_ERROR = "ValueError: "
 
 
+class Counts:
+    """Rows of an output, their tokens and their errors."""
+
+    def __init__(self) -> None:
+        self.num_rows = self.num_error_rows = 0
+        self.num_input_tokens = self.num_generated_tokens = 0
+        self.error_groups = ErrorGroups()
+
+    def see(self, writer: Writer, id_column: str) -> Iterator[WrittenRow]:
+        """Yield what a resumed run must know of every row, and count it; samples are one row."""
+        before: tuple[Any, str] | None = None
+        for row in writer.read_written(id_column):
+            self.num_generated_tokens += row.num_generated_tokens
+            key = row.id, row.file
+            if row.id is None or key != before:
+                self.num_rows += 1
+                self.num_input_tokens += row.num_input_tokens
+                if row.error:
+                    self.num_error_rows += 1
+                    self.error_groups.add([row.error])
+            before = key
+            yield row
+
+    def added_to(self, former: FormerRuns) -> FormerRuns:
+        """Return what former runs took, with what is left of what they wrote."""
+        if not (self.num_rows or former.num_runs):
+            return NO_RUNS
+        return dataclasses.replace(
+            former,
+            num_runs=max(1, former.num_runs),
+            num_rows=self.num_rows,
+            num_error_rows=self.num_error_rows,
+            num_input_tokens=self.num_input_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            error_groups=self.error_groups.groups(),
+        )
+
+
+def count_written(writer: Writer, id_column: str) -> Counts:
+    """Read the output of former runs, and count its rows."""
+    counts = Counts()
+    for _ in counts.see(writer, id_column):
+        pass
+    return counts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """Rows of the input that are already in the output.
@@ -411,6 +471,7 @@ class Written:
         errors: What was said of lines so broken that they have no id.
         stale: Rows of the output that have to go: all that are to be generated again, and those of
             broken lines that are not there any more.
+        counts: Of all rows of the output, stale ones too.
     """
 
     ids: pa.Array
@@ -418,6 +479,7 @@ class Written:
     failed: pa.Array
     errors: pa.Array
     stale: Stale
+    counts: Counts
 
     @property
     def num_rows(self) -> int:
@@ -433,7 +495,8 @@ def find_written(source: Source, writer: Writer, columns: Sequence[str], id_colu
     Raises:
         ConfigError: Its ids are of another type than those of the input.
     """
-    digests, errors, failed, repeated = _read_output(writer, id_column)
+    counts = Counts()
+    digests, errors, failed, repeated = _read_output(counts.see(writer, id_column))
     changed, broken = [], set()
     for now in _input_rows(source, columns, id_column):
         if now.id is None:
@@ -459,11 +522,12 @@ def find_written(source: Source, writer: Writer, columns: Sequence[str], id_colu
         failed=again[1],
         errors=pa.array([e.removeprefix(LINE_ERROR) for e in once & broken], pa.string()),
         stale=Stale(frozenset([*changed, *failed, *twice]), frozenset(errors - (once & broken))),
+        counts=counts,
     )
 
 
 def _read_output(
-    writer: Writer, id_column: str
+    rows_of_output: Iterable[WrittenRow],
 ) -> tuple[dict[Any, str], set[str], list[Any], set[Any]]:
     """Return digests by id, errors of rows without one, ids that failed, and what is in two parts.
 
@@ -473,7 +537,7 @@ def _read_output(
     errors: set[str] = set()
     repeated: set[Any] = set()
     failed = []
-    for _, rows in itertools.groupby(writer.read_written(id_column), lambda row: row.file):
+    for _, rows in itertools.groupby(rows_of_output, lambda row: row.file):
         in_part = set()
         for row in rows:
             key = row.error if row.id is None else row.id

@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from raymoe.cli.progress import cost_text, error_lines, time_text
 from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
-from raymoe.status_view import LOST, ActorView, JobView, measured_over_predicted
+from raymoe.status_view import LOST, ActorView, JobView, ago, measured_over_predicted
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0
 NOTHING = "-"
-ACTOR_COLUMNS = ("actor", "state", "rows", "tokens/s", "pool", "KV", "preempted", "meas/pred")
+ACTOR_COLUMNS = (
+    "actor", "state", "rows", "tokens/s", "slots", "KV", "preempted", "vs plan",
+)  # fmt: skip
 
 
 def run(
@@ -77,35 +81,46 @@ def render(view: JobView) -> RenderableType:
 
 
 def _lines(view: JobView) -> Iterator[str]:
-    job = view.job
-    total = f" of {job.total_rows:,}" if job is not None else ""
-    name = job.name if job is not None else view.model or "job"
-    parts = [f"{name}: {view.state}", f"{view.num_rows:,}{total} rows"]
-    if job is not None and job.num_written_before:
-        parts.append(f"{job.num_written_before:,} of former runs")
-    if view.num_error_rows:
-        parts.append(f"{view.num_error_rows:,} error rows")
-    yield " | ".join(parts)
-    window = "the last minute" if view.is_alive else "the run"
-    parts = [
-        f"{view.tokens_per_s:,.0f} {rate_unit(view.task)} over {window}",
-        f"{view.num_tokens:,} tokens {'out' if view.task == GENERATE else 'read'}",
-        f"{format_seconds(view.elapsed_s)} elapsed",
-    ]
-    if view.left_s is not None:
-        parts.append(f"{format_seconds(view.left_s)} left")
+    yield " | ".join(_state_parts(view))
+    yield " | ".join(_rate_parts(view))
     if view.cost is not None:
-        parts.append(f"cost {view.cost:.3g}")
-    if view.cost_per_million_tokens is not None:
-        parts.append(f"{view.cost_per_million_tokens:.3g} per million tokens")
-    yield " | ".join(parts)
+        yield f"cost: {cost_text(view)}"
+    if view.former.num_runs:
+        yield f"time: {time_text(view)}"
     if view.num_cached_tokens:
         share = f"{100 * view.cached_share:.0f} %"
-        yield f"{view.num_cached_tokens:,} prompt tokens ({share}) found in the KV cache"
-    if job is not None and job.reason:
-        yield f"reason: {job.reason}"
-    for kind, count in view.errors:
-        yield f"  {count:,} x {kind}"
+        yield f"{view.num_cached_tokens:,} prompt tokens ({share}) were found in the KV cache"
+    if view.job is not None and view.job.reason:
+        yield f"reason: {view.job.reason}"
+    if view.can_resume:
+        yield "The same command with --resume goes on from here."
+    yield from error_lines(view)
+
+
+def _state_parts(view: JobView) -> Iterator[str]:
+    job = view.job
+    yield f"{job.name if job is not None else view.model or 'job'}: {view.state}"
+    if view.total_rows is None:
+        yield f"{view.num_finished_rows:,} rows finished"
+    else:
+        yield f"{view.num_finished_rows:,} of {view.total_rows:,} rows finished"
+        if view.num_rows != view.num_finished_rows:
+            yield f"{view.num_rows:,} of them in the output"
+    if view.num_error_rows:
+        yield f"{view.num_error_rows:,} with errors"
+    if view.state == LOST and job is not None:
+        yield f"its driver last wrote {ago(view.now_s - job.updated_unix_s)}"
+
+
+def _rate_parts(view: JobView) -> Iterator[str]:
+    rate = f"{view.tokens_per_s:,.0f} {rate_unit(view.task)}"
+    yield f"{rate} in the last minute" if view.is_alive else f"{rate}, loading included"
+    yield f"{view.num_input_tokens:,} tokens read"
+    if view.task == GENERATE:
+        yield f"{view.num_generated_tokens:,} generated"
+    yield f"{format_seconds(view.elapsed_s)} elapsed"
+    if view.left_s is not None:
+        yield f"{format_seconds(view.left_s)} left"
 
 
 def _node_table(view: JobView) -> Table:
@@ -134,7 +149,7 @@ def _actor_cells(actor: ActorView) -> Iterator[str]:
     yield actor.status.actor
     yield actor.state if actor.state != LOST else f"lost, {format_seconds(actor.age_s)}"
     yield f"{actor.status.rows.num_rows:,}"
-    yield f"{actor.tokens_per_s:,.0f}"
+    yield f"{actor.tokens_per_s:,.0f}" if actor.is_alive else NOTHING
     yield NOTHING if engine is None else f"{100 * engine.pool_fill:.0f} %"
     yield NOTHING if engine is None else f"{100 * engine.kv_use:.0f} %"
     yield NOTHING if engine is None else f"{engine.num_preemptions:,}"
@@ -142,7 +157,13 @@ def _actor_cells(actor: ActorView) -> Iterator[str]:
 
 
 def _table(title: str, header: tuple[str, ...], *, num_names: int) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index < num_names else "right")
     return table

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,13 +20,14 @@ import ray
 
 from raymoe.cli.sources import Source
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
-from raymoe.data.columns import CHOICES_COLUMN, COUNT_COLUMN, ERROR_COLUMN, explode_samples
-from raymoe.data.observer import error_kind
+from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, explode_samples
+from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
-from raymoe.data.status import GENERATE, PARTS_SUFFIX, rate_unit
+from raymoe.data.status import GENERATE, PARTS_SUFFIX
 from raymoe.errors import ConfigError, RaymoeError, describe, in_step
 from raymoe.openai.batch import read_response, write_responses
-from raymoe.units import format_seconds
+
+TOKEN_COLUMNS = ("num_input_tokens", "num_generated_tokens")
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,15 @@ class WrittenRow(NamedTuple):
 
     Attributes:
         file: Name of the file that it is in.
+        num_generated_tokens: Of all samples, or of one where each is a row.
     """
 
     id: Any
     error: str
     digest: str
     file: str = ""
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ class TableLines:
     def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
         """Return what a resumed run must know of a line."""
         check_form(record, has_count=self.has_count)
-        return WrittenRow(record[id_column], record[ERROR_COLUMN], self.digest(record))
+        counts = (record.get(name) or 0 for name in TOKEN_COLUMNS)
+        return WrittenRow(record[id_column], record[ERROR_COLUMN], self.digest(record), "", *counts)
 
     def digest(self, record: Mapping[str, Any]) -> str:
         """Digest of what the answer of a row depends on."""
@@ -142,7 +146,8 @@ class BatchLines:
 
     def read(self, record: dict[str, Any], _id_column: str) -> WrittenRow:
         """Return what a resumed run must know of a line."""
-        return WrittenRow(*read_response(record))
+        row_id, error, digest, *counts = read_response(record)
+        return WrittenRow(row_id, error, digest, "", *counts)
 
 
 def write_lines(lines: Lines, table: pa.Table) -> Iterator[bytes]:
@@ -290,30 +295,32 @@ class Shards:
         return re.fullmatch(rf"{PREFIX}(?P<number>\d+)(-[0-9a-f]+)?{suffix}", name)
 
 
-MAX_REASON_CHARACTERS = 120
-
-
 @dataclass(kw_only=True)
 class RunStats:
+    """What a run has written.
+
+    Attributes:
+        num_generated_tokens: Of all samples of the rows.
+    """
+
     total_rows: int
     task: str = GENERATE
     num_rows: int = 0
     num_errors: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
+    error_groups: ErrorGroups = field(default_factory=ErrorGroups)
     started_s: float = field(default_factory=time.monotonic)
     finished_s: float | None = None
 
     def add(self, table: pa.Table) -> None:
         self.num_rows += table.num_rows
-        self.num_input_tokens += pc.sum(table.column("num_input_tokens")).as_py() or 0
-        self.num_generated_tokens += _num_generated_tokens(table)
+        num_input_tokens, num_generated_tokens = (_sum(table, name) for name in TOKEN_COLUMNS)
+        self.num_input_tokens += num_input_tokens
+        self.num_generated_tokens += num_generated_tokens
         errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
         self.num_errors += len(errors)
-        self.reasons.update(_without_numbers(error) for error in errors)
-        self.kinds.update(error_kind(error, self.kinds) for error in errors)
+        self.error_groups.add(errors)
 
     def merge(self, part: "RunStats") -> None:
         """Add what was counted elsewhere."""
@@ -321,48 +328,17 @@ class RunStats:
         self.num_errors += part.num_errors
         self.num_input_tokens += part.num_input_tokens
         self.num_generated_tokens += part.num_generated_tokens
-        self.reasons.update(part.reasons)
-        for kind, count in part.kinds.items():
-            self.kinds[error_kind(kind, self.kinds)] += count
+        self.error_groups.update(part.error_groups.groups())
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the start, up to the end if there was one."""
         return (self.finished_s or time.monotonic()) - self.started_s
 
-    @property
-    def tokens_per_s(self) -> float:
-        is_text = self.task == GENERATE
-        tokens = self.num_generated_tokens if is_text else self.num_input_tokens
-        return tokens / max(self.elapsed_s, 1e-9)
 
-    def line(self) -> str:
-        """Return rows, speed and the time that is left, as one line."""
-        parts = [f"{self.num_rows:,} of {self.total_rows:,} rows"]
-        if self.num_errors:
-            parts.append(f"{self.num_errors:,} error rows")
-        parts.append(f"{self.tokens_per_s:,.0f} {rate_unit(self.task)}")
-        parts.append(f"{format_seconds(self.elapsed_s)} elapsed")
-        if 0 < self.num_rows < self.total_rows:
-            left_s = (self.total_rows - self.num_rows) * self.elapsed_s / self.num_rows
-            parts.append(f"{format_seconds(left_s)} left")
-        return " | ".join(parts)
-
-
-def _num_generated_tokens(table: pa.Table) -> int:
-    """Return the tokens of all rows, or samples where the table has them; 0 for other tasks."""
-    name = "num_generated_tokens"
-    if CHOICES_COLUMN in table.column_names:
-        counts = pc.struct_field(pc.list_flatten(table.column(CHOICES_COLUMN)), name)
-    elif name in table.column_names:
-        counts = table.column(name)
-    else:
-        return 0
-    return pc.sum(counts).as_py() or 0
-
-
-def _without_numbers(error: str) -> str:
-    return re.sub(r"\d+", "N", error)[:MAX_REASON_CHARACTERS]
+def _sum(table: pa.Table, name: str) -> int:
+    """Return the sum of a column; 0 for a task that does not have it."""
+    return pc.sum(table.column(name)).as_py() or 0 if name in table.column_names else 0
 
 
 def write_part(shards: Shards, name: str, hidden: str | None, blocks: list[Any]) -> RunStats:
@@ -602,7 +578,13 @@ def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[Wri
         with part.open_file() as opened, pq.ParquetFile(opened) as file:
             names = file.schema_arrow.names
             check_form(names, has_count=lines.has_count)
-            columns = {id_column, ERROR_COLUMN, COUNT_COLUMN, *lines.content_columns}
+            columns = {
+                id_column,
+                ERROR_COLUMN,
+                COUNT_COLUMN,
+                *TOKEN_COLUMNS,
+                *lines.content_columns,
+            }
             table = file.read(columns=[name for name in names if name in columns])
         return [
             lines.read(record, id_column)._replace(file=part.name) for record in lines.of(table)

@@ -266,7 +266,8 @@ class MoEGenerator:
         if self._has_token_bytes and self._task is None:
             parts = add_token_bytes(parts, self._engine.token_bytes)
         table, generations = self._columns.append(batch, parts)
-        self._counts.add(generations, num_found)
+        num_refused = sum(bool(request.error) for request in requests)
+        self._counts.add(generations, num_found, num_refused)
         if not self._should_continue_on_error:
             _raise_first_error(generations)
         return table

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.status import (
     ACTOR_PREFIX,
     ENDED,
@@ -294,8 +295,6 @@ class Periodic:
 
 
 MAX_KINDS = 24
-MAX_MESSAGES = 20
-MAX_MESSAGE_CHARACTERS = 400
 OTHER = "other"
 
 _KIND = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
@@ -306,11 +305,14 @@ class RowCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows = self._found = self._input_tokens = self._generated_tokens = 0
+        self._rows = self._found = self._refused = 0
+        self._input_tokens = self._generated_tokens = 0
         self._errors: Counter[str] = Counter()
-        self._messages: list[str] = []
+        self._groups = ErrorGroups()
 
-    def add(self, generations: Sequence[Generation], num_found: int = 0) -> None:
+    def add(
+        self, generations: Sequence[Generation], num_found: int = 0, num_refused: int = 0
+    ) -> None:
         input_tokens = sum(one.num_input_tokens for one in generations)
         generated_tokens = sum(
             sample.num_generated_tokens for one in generations for sample in (one, *one.others)
@@ -319,13 +321,12 @@ class RowCounter:
         with self._lock:
             self._rows += len(generations)
             self._found += num_found
+            self._refused += num_refused
             self._input_tokens += input_tokens
             self._generated_tokens += generated_tokens
             for error in errors:
                 self._errors[error_kind(error, self._errors)] += 1
-                message = error[:MAX_MESSAGE_CHARACTERS]
-                if len(self._messages) < MAX_MESSAGES and message not in self._messages:
-                    self._messages.append(message)
+            self._groups.add(errors)
 
     def counts(self) -> RowCounts:
         with self._lock:
@@ -333,10 +334,11 @@ class RowCounter:
                 num_rows=self._rows,
                 num_error_rows=self._errors.total(),
                 num_found_rows=self._found,
+                num_refused_rows=self._refused,
                 num_input_tokens=self._input_tokens,
                 num_generated_tokens=self._generated_tokens,
                 errors=tuple(self._errors.most_common()),
-                messages=tuple(self._messages),
+                error_groups=self._groups.groups(),
             )
 
 
@@ -539,7 +541,7 @@ def actor_line(status: ActorStatus) -> str:
 
 
 SAMPLE_EVERY_S = 1.0
-WRITE_EVERY_S = 3.0
+WRITE_EVERY_S = 2.0
 LOG_EVERY_S = 60.0
 FIRST_STEP_S = 10.0  # until a typical step is written; the interval then doubles
 LAST_WRITE_S = 10.0  # a slow disk must not delay the replacement of a broken process

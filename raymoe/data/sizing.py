@@ -21,7 +21,7 @@ from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div, format_bytes, format_seconds
+from raymoe.units import ceil_div, format_bytes, format_money, format_seconds
 
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
@@ -235,7 +235,7 @@ class JobPlan:
         """Cost of the job, with the price of a node."""
         return price_per_hour * self.num_nodes * self.plan.job.seconds / 3600
 
-    def describe(self, price_per_hour: float | None = None) -> str:
+    def describe(self, price_per_hour: float | None = None, currency: str = "USD") -> str:
         plan, workload = self.plan, self.plan.workload
         of_each = f" for each of {self.num_actors} actors" if self.num_actors > 1 else ""
         lines = [
@@ -252,7 +252,10 @@ class JobPlan:
         if price_per_hour is not None:
             million = 1e6 * self.cost(price_per_hour)
             million /= self.num_actors * workload.total_generated_tokens
-            lines[-1] += f"; {self.cost(price_per_hour):.3g} in all, {million:.3g} per million"
+            cost, million_cost = (
+                format_money(one, currency) for one in (self.cost(price_per_hour), million)
+            )
+            lines[-1] += f"; {cost} in all, {million_cost} per million tokens"
         return "\n".join(lines)
 
     def _note(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from raymoe.data.error_groups import ErrorGroup
 from raymoe.data.journal import make_directory, open_private
 from raymoe.data.manifest import FILE_NAME as MANIFEST_FILE
 from raymoe.engine.outputs import EngineStats
@@ -16,7 +17,7 @@ from raymoe.specs.files import expanded, from_plain, open_regular, parse_json_ob
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import MIB, format_bytes
 
-FORMAT = 1  # format version of all status files
+FORMAT = 2  # format version of all status files
 
 LOADING, RUNNING = "loading", "running"
 ENDED, FAILED = "ended", "failed"  # of an actor
@@ -38,16 +39,19 @@ class RowCounts:
 
     Attributes:
         errors: Rows per kind of error, most frequent first.
-        messages: Distinct, truncated messages of the first error rows; untrusted text from rows.
+        num_found_rows: Of a former run, by the journal.
+        num_refused_rows: Error rows that did not reach the engine.
+        error_groups: What the error rows say; untrusted text, with parts of cells.
     """
 
     num_rows: int = 0
     num_error_rows: int = 0
     num_found_rows: int = 0
+    num_refused_rows: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
     errors: tuple[tuple[str, int], ...] = ()
-    messages: tuple[str, ...] = ()
+    error_groups: tuple[ErrorGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +147,39 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStatus:
-    """The whole job as its driver sees it; counts rows that are in the output.
+class FormerRuns:
+    """What the runs of a job did before this one; counts rows that are still in the output.
 
     Attributes:
-        elapsed_s: Since its start, at `updated_unix_s`; the start of Ray is excluded.
-        errors: Error rows of each kind, most frequent first.
+        elapsed_s: None where a run left no status.
+        node_s: Seconds of all their nodes, each from start to end; None with `elapsed_s`.
+        error_groups: As for `RowCounts`.
+    """
+
+    num_runs: int = 0
+    num_rows: int = 0
+    num_error_rows: int = 0
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    elapsed_s: float | None = 0.0
+    node_s: float | None = 0.0
+    error_groups: tuple[ErrorGroup, ...] = ()
+
+
+NO_RUNS = FormerRuns()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A run of a job as its driver sees it; counts rows that this run wrote to the output.
+
+    Attributes:
+        elapsed_s: Since the start of the run, at `updated_unix_s`; the start of Ray is excluded.
+        error_groups: As for `RowCounts`.
         total_rows: Rows to do in this run.
-        num_written_before: Rows that former runs had written.
+        price_per_hour: Of a node, in `currency`.
         settings: Names and values for display.
         task: As for `ActorStatus`.
     """
@@ -165,13 +194,14 @@ class JobStatus:
     updated_unix_s: float
     elapsed_s: float
     total_rows: int
-    num_written_before: int = 0
     num_rows: int = 0
     num_error_rows: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
-    errors: tuple[tuple[str, int], ...] = ()
+    error_groups: tuple[ErrorGroup, ...] = ()
+    former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
+    currency: str = "USD"
     settings: Pairs = ()
 
     @property
@@ -218,7 +248,6 @@ class StatusFiles:
         written_unix_s: Modification time of each actor's file.
     """
 
-    directory: Path
     job: JobStatus | None = None
     actors: tuple[ActorStatus, ...] = ()
     steps: tuple[StepRecord, ...] = ()
@@ -314,7 +343,6 @@ def read_status(directory: Path) -> StatusFiles:
     job = read(JobStatus, directory / JOB_FILE)
     actors, steps = read_all(ActorStatus, ACTOR_PREFIX), read_all(StepRecord, STEP_PREFIX)
     return StatusFiles(
-        directory=directory,
         job=None if job is None else job[0],
         actors=tuple(status for status, _ in actors),
         steps=tuple(record for record, _ in steps),

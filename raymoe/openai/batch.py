@@ -217,11 +217,17 @@ def write_responses(table: pa.Table) -> Iterator[dict[str, Any]]:
         }
 
 
-def read_response(record: Mapping[str, Any]) -> tuple[Any, str, str]:
-    """Return id and error of an output line, as the operator wrote them, and its digest."""
+def read_response(record: Mapping[str, Any]) -> tuple[Any, str, str, int, int]:
+    """Return what an output line says.
+
+    Id and error, as the operator wrote them, its digest, and the tokens of its prompt and samples.
+    """
     problem = record["error"]
     error = f"{problem['code']}: {problem['message']}" if problem else ""
-    return record[ID_COLUMN], error, str(record["id"]).removeprefix("batch_req_")
+    digest = str(record["id"]).removeprefix("batch_req_")
+    usage = {} if problem else record["response"]["body"].get("usage") or {}
+    counts = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    return record[ID_COLUMN], error, digest, *counts
 
 
 def request_digest(row: Mapping[str, Any]) -> str:

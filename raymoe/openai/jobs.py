@@ -309,8 +309,9 @@ class BatchWorker:
     def _count(self, batch: BatchRecord, output: Path) -> None:
         job = read_status(status_beside(output)).job
         if job is not None:
-            num_done = job.num_written_before + job.num_rows - job.num_error_rows
-            self._store.count(batch.id, num_completed=num_done, num_failed=job.num_error_rows)
+            num_failed = job.former.num_error_rows + job.num_error_rows
+            num_done = job.former.num_rows + job.num_rows - num_failed
+            self._store.count(batch.id, num_completed=num_done, num_failed=num_failed)
 
     def _finish(self, batch: BatchRecord, output: Path) -> None:
         """Make files of the responses, and end the batch; once more after a crash."""

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -85,9 +86,6 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr
     assert re.search(r"plan: \d+ rows; prompts of .*\n.* predicted: ", done.stderr, re.DOTALL)
-    assert "41 rows in" in done.stdout
-    assert "4 error rows" in done.stdout
-    assert "tokens/s" in done.stdout
     rows = read_lines(output)
     assert [row["id"] for row in rows] == [*range(10), None, *range(10, 40)]
     assert rows[7]["tags"] == [7]
@@ -102,8 +100,9 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     write_lines(source, *lines[:8], json.dumps(records[8]), lines[9], "{broken", *lines[10:])
     partial = leave_parts(tmp_path / "out.jsonl.partial", rows[5:25])
     output.unlink()
-    again = generate(*options, "--resume")
+    again = generate(*options, "--resume", "--price-per-hour", 1.2)
     assert again.returncode == 0, again.stderr
+    check_totals(tmp_path, again)
     assert "1 rows have been edited since they were written" in again.stderr
     assert "18 of 41 rows are already written" in again.stderr
     assert not partial.exists()
@@ -114,6 +113,19 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     assert edited["generated_tokens"] != old["generated_tokens"]
     assert edited["prompt"] == "an edited row"
     assert len(found) == len(rows) + 2
+
+
+def check_totals(directory, done):
+    """Rows, errors, tokens and time of a job of two runs, of which the first is not whole."""
+    view = JobView.of(read_status(directory / "out.jsonl.status"), time.time())
+    assert (view.former.num_runs, view.former.num_rows, view.num_rows) == (1, 18, 41)
+    assert (view.num_error_rows, sum(view.errors.values())) == (4, 4)
+    assert view.num_generated_tokens == 36 * 4 + 2
+    assert view.former.elapsed_s > 0
+    assert view.cost == pytest.approx(1.2 * view.elapsed_s / 3600)
+    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert f"{36 * 4 + 2} generated" in done.stdout
+    assert " in 2 runs, " in done.stdout
 
 
 @pytest.mark.slow
@@ -141,6 +153,10 @@ def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
 
 def check_traces(directory, done):
     """What a run leaves beside its output besides the rows, for those who look later."""
+    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert "did you mean 'max_tokens'" in done.stdout  # errors are told whole
+    assert " USD per million tokens" in done.stdout
+    assert "tokens/s" in done.stdout
     files = read_status(directory / "out.jsonl.status")
     assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("finished", 41, 4)
     assert dict(files.job.settings)["ignore_eos"] == "True"
@@ -179,7 +195,7 @@ def test_parquet_is_resumed_with_the_rows_that_are_missing(model, tmp_path):
     assert not report.exists()
     assert again.returncode == 0, again.stderr
     job = read_status(tmp_path / "out.status").job
-    assert (job.num_written_before, job.num_rows) == (45, 15)
+    assert (job.former.num_rows, job.num_rows) == (45, 15)
     assert "45 of 60 rows are already written" in again.stderr
     new_parts = set(output.iterdir()) - first_parts
     assert sum(pq.read_metadata(part).num_rows for part in new_parts) == 15

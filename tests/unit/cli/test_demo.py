@@ -1,7 +1,6 @@
 """The demo: fresh rows, honest scores, no file of others activated."""
 
 import io
-from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,9 +9,12 @@ from rich.console import Console
 
 from raymoe.assets.wrangling import KINDS
 from raymoe.cli import demo
-from raymoe.cli.pipeline import RunStats, print_summary
-from raymoe.cli.storage import Location
+from raymoe.cli.progress import print_summary
+from raymoe.data.error_groups import ErrorGroups
+from raymoe.data.status import StatusFiles
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.status_view import JobView
+from tests.unit.data.statuses import NOW_S, job
 
 
 def test_scores_are_by_kind_and_overall():
@@ -76,9 +78,11 @@ def test_text_of_a_model_does_nothing_to_a_terminal():
     assert "\x07" not in log.getvalue()
 
 
-def test_errors_of_rows_do_nothing_to_a_terminal(tmp_path):
+def test_errors_of_rows_do_nothing_to_a_terminal():
     log = io.StringIO()
-    run_stats = RunStats(total_rows=1, reasons=Counter({"\x1b[2J: bad": 1}))
-    print_summary(run_stats, Location.local(tmp_path / "a\x1b[2J"), Console(file=log, width=300))
+    found = ErrorGroups()
+    found.add(["\x1b[2J: bad"])
+    view = JobView.of(StatusFiles(job=job(error_groups=found.groups())), NOW_S)
+    print_summary(view, "a\x1b[2J", Console(file=log, width=300))
     assert "\x1b" not in log.getvalue()
-    assert "1 x \\x1b[2J: bad" in log.getvalue()
+    assert "1 row: \\x1b[2J: bad" in log.getvalue()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from raymoe.data.error_groups import ErrorGroup
 from raymoe.data.observer import record_step, summarise
 from raymoe.data.status import (
     ACTOR_PREFIX,
@@ -22,6 +23,10 @@ from raymoe.specs.hardware import find_hardware
 from raymoe.specs.presets_models import model_preset
 
 NOW_S = 1_800_000_000.0
+GROUPS = (
+    ErrorGroup(num_rows=2, template="ConfigError: column 'prompt' is empty"),
+    ErrorGroup(num_rows=1, template="DecodeError: \x02", quotes=(("'my cell'", False),)),
+)
 ROWS = RowCounts(
     num_rows=100,
     num_error_rows=3,
@@ -29,7 +34,7 @@ ROWS = RowCounts(
     num_input_tokens=900,
     num_generated_tokens=1000,
     errors=(("ConfigError", 2), ("DecodeError", 1)),
-    messages=("ConfigError: column 'prompt' is empty",),
+    error_groups=GROUPS,
 )
 ENGINE = EngineStats(
     num_finished_rows=97,
@@ -81,7 +86,7 @@ def job(**changes):
         "started_unix_s": NOW_S - 600,
         "updated_unix_s": NOW_S,
         "elapsed_s": 600.0,
-        "errors": (("ConfigError", 2), ("DecodeError", 1)),
+        "error_groups": GROUPS,
         "total_rows": 400,
         "num_rows": 100,
         "num_error_rows": 3,

@@ -3,6 +3,8 @@
 import pytest
 
 from raymoe.data.error_groups import MAX_CHARACTERS, MAX_GROUPS, OTHER, ErrorGroup, ErrorGroups
+from raymoe.data.status import RowCounts
+from raymoe.specs.files import from_plain, parse_json_object, to_json
 
 
 def groups(*errors):
@@ -75,6 +77,14 @@ def test_groups_of_parts_are_counted_together():
         (3, "1 to 5 is odd"),
         (1, "it's 'x'"),
     ]
+
+
+def test_a_status_file_keeps_groups():
+    found = ErrorGroups()
+    found.add(["3 is 'odd'", "5 is 'odd'"])
+    counts = RowCounts(error_groups=found.groups())
+    plain = parse_json_object(to_json(counts).encode(), where="it")
+    assert from_plain(RowCounts, plain, where="it") == counts
 
 
 def test_a_damaged_group_has_a_text():

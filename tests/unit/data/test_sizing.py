@@ -231,5 +231,5 @@ def test_the_plan_of_the_job_comes_with_its_time_and_cost(model, num_actors):
     lines = job.describe(price_per_hour=3.6).splitlines()
     assert lines[0].startswith(f"plan: {40_000 // num_actors:,} rows; prompts of 100 tokens")
     assert f"{num_actors * expected.tokens_per_s:,.0f} generated tokens/s" in lines[-1]
-    assert lines[-1].endswith(f"{job.cost(3.6) / 2:.3g} per million")
+    assert lines[-1].endswith(f"{job.cost(3.6) / 2:.3g} USD per million tokens")
     assert map_batches_kwargs("m").plan is None

@@ -7,12 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from raymoe.data.error_groups import ErrorGroup
 from raymoe.data.status import RowCounts, read_status
 from raymoe.errors import ConfigError
 from raymoe.report import (
     MAX_LINES,
     MOMENTS,
     Line,
+    Sample,
     draw_series,
     is_report,
     levels,
@@ -65,9 +67,9 @@ class Reader(HTMLParser):
         return " ".join(self.texts)
 
 
-def report(tmp_path, *, manifest=None, has_samples=True, **content):
+def report(tmp_path, *, manifest=None, samples=(), **content):
     view = JobView.of(read_status(write(tmp_path / "answers.status", **content)), NOW_S)
-    return Reader(make_report(view, "answers", manifest, has_samples=has_samples)), view
+    return Reader(make_report(view, "answers", manifest, samples=samples)), view
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["gpu", "host"])
@@ -80,7 +82,7 @@ def test_a_report_has_all_that_happened(tmp_path, plan):
     page, _ = report(tmp_path, manifest=made(), job=job(), actors=actors, steps=[passed(plan)])
     for title in (
         "Summary",
-        "Error rows",
+        "Rows with errors",
         "Over time",
         "Predicted and measured",
         "Roofline",
@@ -88,7 +90,7 @@ def test_a_report_has_all_that_happened(tmp_path, plan):
         "Settings and manifest",
     ):
         assert title in page.texts, title
-    assert "100 of 400" in page.texts
+    assert "214 of 400" in page.texts  # of each actor 97 by the engine and 10 found
     assert "+25 %" in page.texts
     assert "ConfigError: column 'prompt' is empty" in page.texts
     assert page.tags.count("svg") == 5
@@ -100,14 +102,16 @@ def test_a_report_has_all_that_happened(tmp_path, plan):
 @pytest.mark.parametrize("has_samples", [False, True])
 def test_a_report_quotes_no_cells_unless_asked(tmp_path, has_samples):
     said = "ConfigError: column 'prompt' is 'my secret'"
-    rows = RowCounts(num_rows=3, errors=(("ConfigError", 3),), messages=(said,))
+    rows = RowCounts(num_rows=3, error_groups=(ErrorGroup.of(said),))
     page, _ = report(
-        tmp_path, has_samples=has_samples, job=job(state="failed", reason=said),
+        tmp_path, samples=() if has_samples else None,
+        job=job(state="failed", reason=said, error_groups=(ErrorGroup.of(said),)),
         actors=[actor(rows=rows, state="failed", reason=said)],
     )  # fmt: skip
     assert page.text.count("my secret") == 3 * has_samples
-    assert "ConfigError" in page.texts
+    assert "ConfigError" in page.text
     assert ("raymoe report --samples" in page.text) != has_samples
+    assert "column 'prompt' is" in page.text
 
 
 def test_a_job_of_which_nothing_is_known_yet_has_a_report_too(tmp_path):
@@ -121,7 +125,7 @@ def test_a_job_of_which_nothing_is_known_yet_has_a_report_too(tmp_path):
 
 
 def test_nothing_that_a_row_or_a_model_says_becomes_part_of_the_page(tmp_path, plan):
-    rows = RowCounts(num_rows=3, errors=(("ConfigError", 3),), messages=(HOSTILE,))
+    rows = RowCounts(num_rows=3, errors=(("ConfigError", 3),))
     bad = with_plan(actor(model=HOSTILE, node=HOSTILE, reason=HOSTILE, rows=rows), plan)
     bad = dataclasses.replace(
         bad, plan=dataclasses.replace(bad.plan, description=HOSTILE, schedule=HOSTILE)
@@ -136,7 +140,7 @@ def test_nothing_that_a_row_or_a_model_says_becomes_part_of_the_page(tmp_path, p
     )
     hostile_job = job(
         name=HOSTILE, model=HOSTILE, reason=HOSTILE, settings=((HOSTILE, HOSTILE),),
-        errors=((HOSTILE, 3),),
+        error_groups=(ErrorGroup(num_rows=3, template=HOSTILE),), currency=HOSTILE,
     )  # fmt: skip
     (tmp_path / "answers.status").mkdir()
     (tmp_path / "answers.status" / "actor-torn.json").write_text(HOSTILE)
@@ -146,6 +150,10 @@ def test_nothing_that_a_row_or_a_model_says_becomes_part_of_the_page(tmp_path, p
         job=hostile_job,
         actors=[bad],
         steps=[record],
+        samples=[
+            Sample(name=HOSTILE, prompt=HOSTILE, answers=(HOSTILE, HOSTILE)),
+            Sample(name=HOSTILE, prompt=HOSTILE, error=HOSTILE),
+        ],
     )
     assert view.unreadable
     assert not {"script", "img", "a", "iframe", "object", "link", "form"} & set(page.tags)

@@ -70,7 +70,7 @@ def test_the_last_status_has_all_rows_and_what_the_engine_did(make, tmp_path):
     assert (status.state, status.model) == ("ended", "models/tiny")
     assert (status.rows.num_rows, status.rows.num_error_rows) == (4, 1)
     assert status.rows.errors == (("ValueError", 1),)
-    assert status.rows.messages[0].startswith("ValueError: column 'prompt' is empty")
+    assert status.rows.error_groups[0].text().startswith("ValueError: column 'prompt' is empty")
     assert status.engine.num_finished_rows == 3  # the empty one never came so far
     assert status.engine.num_generated_tokens == 12
     assert status.engine.num_live_sequences == 0

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from raymoe.data.status import read_status
-from raymoe.status_view import LOST_S, MAX_NODES_IN_A_LINE, JobView, node_rates
+from raymoe.data.error_groups import ErrorGroup
+from raymoe.data.status import FormerRuns, read_status
+from raymoe.status_view import LOST_S, MAX_NODES_IN_A_LINE, JobView, former_runs, node_rates
 from tests.unit.data.statuses import NOW_S, actor, job, write
 
 SECOND = actor("node-b-2-def")
@@ -26,7 +27,9 @@ def test_a_running_job_says_how_fast_how_long_and_at_what_cost(tmp_path):
         ("node-a", pytest.approx(10.0)),
         ("node-b", pytest.approx(10.0)),
     ]
-    assert seen.left_s == pytest.approx(1800.0)  # 300 rows at 100 in ten minutes
+    # Of each actor 97 rows by its engine and 10 that it found, in ten minutes.
+    assert (seen.num_rows, seen.num_finished_rows) == (100, 214)
+    assert seen.left_s == pytest.approx(600.0 * (400 - 214) / 214)
     assert seen.cost == pytest.approx(0.2)  # two nodes for a sixth of an hour at 0.6
     assert seen.cost_per_million_tokens == pytest.approx(0.2 / 6000 * 1e6)
     assert node_rates(seen.nodes) == "node-a 10 tokens/s, node-b 10 tokens/s"
@@ -70,7 +73,8 @@ def test_without_a_driver_the_actors_speak_for_the_job(tmp_path):
     seen = view(tmp_path, actors=[actor(), SECOND])
     assert seen.state == "running"
     assert (seen.num_rows, seen.num_error_rows, seen.num_generated_tokens) == (200, 6, 2000)
-    assert seen.errors == (("ConfigError", 4), ("DecodeError", 2))
+    assert seen.errors == {"ConfigError": 4, "DecodeError": 2}
+    assert [one.num_rows for one in seen.error_groups] == [4, 2]
     assert (seen.left_s, seen.cost, seen.cost_per_million_tokens) == (None, None, None)
     assert seen.elapsed_s == 600.0
     assert view(tmp_path / "none").state == "unknown"
@@ -92,3 +96,58 @@ def test_all_of_it_is_plain_data(tmp_path):
     assert plain["errors"] == {"ConfigError": 2, "DecodeError": 1}
     assert [one["pool_fill"] for one in plain["actors"]] == [0.75, None]
     assert plain["actors"][0]["measured_over_predicted"] == pytest.approx(1.25)
+
+
+FORMER = FormerRuns(
+    num_runs=2, num_rows=50, num_error_rows=1, num_input_tokens=100, num_generated_tokens=1000,
+    num_computed_prompt_tokens=90, num_cached_tokens=10, elapsed_s=400.0, node_s=4800.0,
+    error_groups=(ErrorGroup.of("ConfigError: 17 is odd"),),
+)  # fmt: skip
+
+
+def test_all_totals_are_of_all_runs(tmp_path):
+    now = job(former=FORMER, error_groups=(ErrorGroup.of("ConfigError: 9 is odd"),))
+    seen = view(tmp_path, job=now, actors=[actor()])
+    assert (seen.num_rows, seen.total_rows, seen.num_error_rows) == (150, 450, 4)
+    assert seen.num_finished_rows == 50 + 107
+    assert (seen.num_input_tokens, seen.num_generated_tokens) == (1000, 7000)
+    assert (seen.num_computed_prompt_tokens, seen.num_cached_tokens) == (990, 74)
+    assert (seen.run_s, seen.elapsed_s) == (600.0, 1000.0)
+    assert seen.cost == pytest.approx(0.8 + 0.1)
+    assert [(one.num_rows, one.text()) for one in seen.error_groups] == [
+        (2, "ConfigError: 9 to 17 is odd")
+    ]
+    assert seen.left_s == pytest.approx(600.0 * (400 - 107) / 107)
+    over = view(tmp_path, job=dataclasses.replace(now, state="finished"))
+    assert over.tokens_per_s == pytest.approx(7000 / 1000)
+
+
+def test_the_next_run_knows_what_all_runs_so_far_took(tmp_path):
+    write(tmp_path, job=job(former=FORMER, updated_unix_s=NOW_S), actors=[actor()])
+    took = former_runs(tmp_path)  # of a driver that was killed: as far as it wrote
+    assert (took.num_runs, took.elapsed_s) == (3, 1000.0)
+    assert took.node_s == pytest.approx(5400.0)
+    assert (took.num_computed_prompt_tokens, took.num_cached_tokens) == (990, 74)
+    assert former_runs(tmp_path / "none").elapsed_s is None
+
+
+def test_without_the_time_of_former_runs_the_rate_is_of_this_one(tmp_path):
+    former = dataclasses.replace(FORMER, elapsed_s=None, node_s=None)
+    seen = view(tmp_path, job=job(former=former, state="finished"))
+    assert (seen.num_generated_tokens, seen.elapsed_s) == (7000, 600.0)
+    assert seen.tokens_per_s == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "shown", "can_resume"),
+    [
+        ("running", 1, "running", False),
+        ("running", LOST_S + 1, "lost", True),
+        ("finished", LOST_S + 1, "finished", False),
+        ("stopped", 1, "stopped", True),
+        ("failed", 1, "failed", True),
+    ],
+)
+def test_a_job_that_can_go_on_says_so(tmp_path, state, age_s, shown, can_resume):
+    seen = view(tmp_path, job=job(state=state), now_s=NOW_S + age_s)
+    assert (seen.state, seen.can_resume) == (shown, can_resume)
