@@ -19,7 +19,7 @@ from raymoe.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from raymoe.plan.policy import Policy
-    from raymoe.specs.hardware import HardwareSpec
+    from raymoe.specs.hardware import HardwareSpec, MeasuredNode
     from raymoe.specs.workload import Workload
 
 
@@ -237,7 +237,8 @@ class EngineConfig:
         hardware: Node to plan for: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
             "auto" is this machine, from its stored profile or else a quick probe. On the device
             "emulated" also a preset's name, whose rates are imitated with the host memory of this
-            machine; without one the device is not slowed down.
+            machine; without one the device is not slowed down. `map_batches_kwargs` hands actors a
+            `MeasuredNode`, with which engines plan on machines like that of the driver.
         workload: Rows to plan for; None assumes a typical job. If given, the KV cache is allocated
             when the model is loaded, not during the run.
         max_model_len: Prompt and generated tokens of a row; at most the model's own limit.
@@ -272,7 +273,7 @@ class EngineConfig:
     host_memory_bytes: int | None = None
     device_memory_bytes: int | None = None
     num_threads: int | None = None
-    hardware: "str | HardwareSpec | None" = None
+    hardware: "str | HardwareSpec | MeasuredNode | None" = None
     workload: "Workload | None" = None
     max_model_len: int | None = None
     on_too_long: str = "error"

@@ -13,8 +13,9 @@ from rich.table import Table
 from raymoe.cli import model_by_name
 from raymoe.config import Settings
 from raymoe.device.cuda_api import TorchCuda
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, ExecutionError
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
+from raymoe.measure.plausible import find_problems
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
 from raymoe.measure.tiles import WEIGHT_SHARE, BucketTiles, ExpertLayer, measure_layer, time_on
 from raymoe.model.device_experts import OLDEST_CAPABILITY
@@ -109,34 +110,40 @@ MAX_SECONDS = 60.0
 def run(
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the numbers to this file (JSON).")
+        Path | None, typer.Option(help="Also write the rates to this JSON file.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, max=MAX_SECONDS, help="How long to measure.")
+        float, typer.Option(min=1, max=MAX_SECONDS, help="Measure for so many seconds.")
     ] = USUAL_SECONDS,
     num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Of the kernels; all cores by default.")
+        int | None, typer.Option(min=1, help="Measure with so many threads; all cores by default.")
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure even if this machine was measured before.")
+        bool, typer.Option("--again", help="Measure anew if this machine was measured before.")
     ] = False,
     tiles: Annotated[
         bool,
         typer.Option(
             "--tiles",
-            help="Instead, find the fastest tiles of the kernels for a model's experts on this "
-            "GPU; takes minutes, and is kept for this GPU and the format of the weights.",
+            help="Find the fastest tiles of the kernels for the experts of --model on this GPU "
+            "instead, which takes minutes, and keep them for all models of such shapes.",
         ),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="For --tiles: a model preset, or a directory.")
+        str | None,
+        typer.Option(
+            help="Find the tiles of this model: a directory, or a name that raymoe plan knows."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rates as one JSON object.")
+    ] = False,
 ) -> None:
-    """Measure this machine for the planner: our kernels on its cores, its memory, GPU and link.
+    """Measure in a minute what raymoe's kernels reach on this machine, its memory, GPU and link.
 
-    The numbers are kept for this processor, memory, GPU and number of threads, and every plan for
-    this machine is made with them. What else runs on it is measured too: leave it alone meanwhile.
+    The rates are kept for this processor, memory, GPU and number of threads, and every plan for
+    this machine is made with them. Other programs that run meanwhile make them too low: rates that
+    cannot be true are shown, but not kept.
     """
     if tiles:
         run_tiles(model, is_again=again)
@@ -158,10 +165,17 @@ def run(
         typer.echo(to_json(hardware), nl=False)
     else:
         Console().print(table_of(hardware))
-    console.print(f"kept in {path}; --again measures anew", style="dim")
-    if out is not None:
+    is_written = out is not None and not find_problems(hardware)
+    if out is not None and is_written:
         hardware.to_file(out)
         console.print(f"written to {out}", style="dim")
+    if path is not None:
+        console.print(f"kept in {path}; --again measures anew", style="dim")
+    elif not is_written:
+        raise ExecutionError(
+            "these rates are not kept, for the reason that was given before them; run raymoe "
+            "profile again when that is mended"
+        )
 
 
 def table_of(hardware: HardwareSpec) -> Table:

@@ -17,7 +17,7 @@ from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.device.lane import released_on_error
-from raymoe.device.threads import probe_host, set_num_threads
+from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
 from raymoe.engine.ranks import load_ranks
@@ -38,8 +38,9 @@ from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, PerformanceWarning, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.measure.host import quick_overhead
 from raymoe.measure.kept import identify_machine, load_profile
+from raymoe.measure.plausible import find_problems
+from raymoe.measure.quick import measure_quickly
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
@@ -53,6 +54,7 @@ from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
 from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
     HardwareSpec,
+    MeasuredNode,
     find_hardware,
     is_hardware_file,
     preset_of_gpu,
@@ -109,7 +111,6 @@ def check_available(
 MEMORY_FRACTION = 0.85  # of available memory: Ray kills processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
 LANE_CORES = 2  # for threads that launch kernels and copies
-PROBE_S = 0.3  # enough to tell the machine's kind; `raymoe profile` takes a minute
 
 
 def find_node(
@@ -134,6 +135,12 @@ def find_node(
     return node
 
 
+def this_node() -> HardwareSpec:
+    """Return this machine as an engine would plan for it now, by default."""
+    config = EngineConfig()
+    return find_node(config, Settings.from_environment(), _device_name(config))
+
+
 def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
     chosen = config.hardware
     if isinstance(chosen, str) and chosen != "auto":
@@ -154,7 +161,7 @@ def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
 
 def _this_machine(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
     """Return this machine's profile, or a quick measurement, with the memory that is free now."""
-    measured = measured_host(config.num_threads, settings)
+    measured = _handed(config, settings) or measured_host(config.num_threads, settings)
     measured = dataclasses.replace(measured, host_memory_bytes=_budget(settings))
     if device == "cpu":
         return measured.without_gpu()
@@ -166,6 +173,15 @@ def _this_machine(config: EngineConfig, settings: Settings, device: str) -> Hard
     return dataclasses.replace(measured, gpu_memory_bytes=free_bytes)
 
 
+def _handed(config: EngineConfig, settings: Settings) -> HardwareSpec | None:
+    """Return what the driver measured, if that was on a machine like this one."""
+    node = config.hardware
+    if not isinstance(node, MeasuredNode):
+        return None
+    machine = identify_machine(config.num_threads or settings.num_threads)
+    return node.hardware if node.machine == machine.file_name else None
+
+
 def _without_lanes(num_cores: int) -> int:
     """Cores for the CPU's kernels where other threads feed a GPU, which must not wait for one."""
     return max(num_cores - LANE_CORES, ceil_div(num_cores, 2))
@@ -173,20 +189,47 @@ def _without_lanes(num_cores: int) -> int:
 
 def measured_host(num_threads: int | None = None, settings: Settings | None = None) -> HardwareSpec:
     """Return the kept profile of this machine, else a quick measurement."""
+    return measured_node(num_threads, settings).hardware
+
+
+def measured_node(num_threads: int | None = None, settings: Settings | None = None) -> MeasuredNode:
+    """Return what `measured_host` does, with the machine that it is of."""
     settings = settings or Settings.from_environment()
     num_threads = num_threads or settings.num_threads
-    kept = load_profile(settings.cache_directory, identify_machine(num_threads))
-    return kept or _measure_quickly(num_threads)
+    machine = identify_machine(num_threads)
+    kept = load_profile(settings.cache_directory, machine)
+    problems = [] if kept is None else find_problems(kept)
+    if kept is not None and not problems:
+        return MeasuredNode(machine=machine.file_name, hardware=kept)
+    if problems:
+        logger.warning(
+            "the profile %s is not used, as it was disturbed: %s; run 'raymoe profile --again' "
+            "while nothing else runs", settings.cache_directory / machine.file_name, problems[0],
+        )  # fmt: skip
+    return MeasuredNode(machine=machine.file_name, hardware=_measure_quickly(num_threads))
 
 
-@functools.cache
-def _measure_quickly(num_threads: int | None) -> HardwareSpec:
-    host = probe_host(num_threads=num_threads, seconds=PROBE_S)
-    return dataclasses.replace(host, task_overhead_s=quick_overhead(host))
+def measured_share(num_threads: int | None, count: int) -> MeasuredNode:
+    """Return what one of `count` engines that run on this machine at once has of it.
+
+    Args:
+        num_threads: Threads that were chosen for each engine; None divides the cores.
+    """
+    node = measured_node(num_threads)
+    if num_threads is not None or count == 1:
+        return node
+    share = node.hardware.share(count)
+    machine = identify_machine(share.num_cores).file_name
+    return MeasuredNode(machine=machine, hardware=share)
+
+
+_measure_quickly = functools.cache(measure_quickly)
 
 
 def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    chosen = EMULATED_BY_DEFAULT if config.hardware in {None, "auto"} else config.hardware
+    chosen = config.hardware
+    if chosen in {None, "auto"} or isinstance(chosen, MeasuredNode):
+        chosen = EMULATED_BY_DEFAULT
     spec = find_hardware(chosen) if isinstance(chosen, str) else chosen
     if not spec.has_gpu:
         raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")

@@ -6,6 +6,7 @@ rates.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,24 +74,35 @@ MODEL = ModelSpec.from_config(_CONFIG)
 NARROW_MODEL = ModelSpec.from_config(
     _CONFIG | {"hidden_size": 192, "head_dim": 32, "intermediate_size": 192}
 )
-OVERHEAD_S = 0.2
 
 
-@torch.inference_mode()
-def quick_overhead(node: HardwareSpec) -> Curve:
-    """Time of a task beyond its kernels by the node's best rates, in about `OVERHEAD_S`.
+class NarrowSteps:
+    """The shortest times of the steps of a narrow model.
 
-    Each step counts with its shortest run: others may use the machine while an engine starts.
+    They are processor time of the thread that runs a step: it works or spins for all of the step,
+    so that this is the step's time, but without what it waits for other programs to leave a core.
     """
-    before = torch.get_num_threads()
-    set_num_threads(node.num_cores, num_torch_threads(node.num_cores))
-    jobs = step_jobs(NARROW_MODEL)
-    taken_s = [seconds_per_call(job) for job in jobs]
-    end_s = time.perf_counter() + OVERHEAD_S
-    while time.perf_counter() < end_s:
-        taken_s = [min(s, seconds_per_call(job)) for s, job in zip(taken_s, jobs, strict=True)]
-    torch.set_num_threads(before)  # of a user's process, perhaps
-    return task_overhead(node, taken_s, NARROW_MODEL)
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads, self._jobs = num_threads, step_jobs(NARROW_MODEL)
+        self._taken_s = [math.inf] * len(self._jobs)
+
+    @torch.inference_mode()
+    def run(self, seconds: float) -> None:
+        """Run each step, in turns until so many seconds are over."""
+        before = torch.get_num_threads()
+        set_num_threads(self._num_threads, num_torch_threads(self._num_threads))
+        end_s = time.perf_counter() + seconds
+        while True:
+            taken_s = [seconds_per_call(job, time.thread_time) for job in self._jobs]
+            self._taken_s = [*map(min, self._taken_s, taken_s)]
+            if time.perf_counter() >= end_s:
+                break
+        torch.set_num_threads(before)  # of a user's process, perhaps
+
+    def overhead(self, node: HardwareSpec) -> Curve:
+        """Seconds of a task beyond its kernels by the node's best rates, over tokens."""
+        return task_overhead(node, self._taken_s, NARROW_MODEL)
 
 
 def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:

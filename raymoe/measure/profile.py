@@ -17,6 +17,8 @@ from raymoe.device.threads import probe_host, set_num_threads
 from raymoe.measure.gpu import measure_device
 from raymoe.measure.host import measure_host_curves, num_torch_threads
 from raymoe.measure.kept import identify_machine, load_profile, store_profile
+from raymoe.measure.others import CoreWatch
+from raymoe.measure.plausible import find_problems
 from raymoe.measure.timing import KernelJob, measure_in_turns
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
 from raymoe.units import MIB
@@ -52,20 +54,29 @@ def obtain_profile(
     *,
     seconds: float = USUAL_SECONDS,
     is_fresh: bool = False,
-) -> tuple[HardwareSpec, Path]:
+) -> tuple[HardwareSpec, Path | None]:
     """The stored profile of this machine and its file; measures first if there is none.
 
-    A warning says if it cannot be stored.
+    The file is None if the profile is not stored: it cannot be written, or its rates cannot be
+    true, because other programs ran meanwhile. A warning says which.
     """
     machine = identify_machine(num_threads)
-    hardware = None if is_fresh else load_profile(directory, machine)
-    if hardware is None:
-        hardware = measure_machine(num_threads, seconds)
-        try:
-            store_profile(directory, machine, hardware)
-        except OSError as error:
-            logger.warning("the profile is not kept: %s; set RAYMOE_CACHE", error)
-    return hardware, directory / machine.file_name
+    kept = None if is_fresh else load_profile(directory, machine)
+    if kept is not None and not find_problems(kept):
+        return kept, directory / machine.file_name
+    watch = CoreWatch()
+    hardware = measure_machine(num_threads, seconds)
+    others, problems = watch.read(), find_problems(hardware)
+    if others.crowds(hardware.num_cores):
+        logger.warning("%s, so its rates are too low: measure when nothing else runs", others)
+    if problems:
+        logger.warning("the profile is not kept, as it cannot be true: %s", "; ".join(problems))
+        return hardware, None
+    try:
+        return hardware, store_profile(directory, machine, hardware)
+    except OSError as error:
+        logger.warning("the profile is not kept: %s; set RAYMOE_CACHE", error)
+        return hardware, None
 
 
 def staging_job() -> KernelJob:

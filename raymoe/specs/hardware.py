@@ -266,6 +266,20 @@ class HardwareSpec:
         write_file(Path(path), to_json(self))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredNode:
+    """Rates that were measured on a machine, for engines on that one and on others like it.
+
+    The driver of a job hands them to its actors. An engine on another machine measures its own.
+
+    Attributes:
+        machine: Processor, number of threads, memory and GPU, as `raymoe profile` names its file.
+    """
+
+    machine: str
+    hardware: HardwareSpec
+
+
 def _check_positive(spec: object, fields: Iterable[str]) -> None:
     for field in fields:
         value = getattr(spec, field)

@@ -1,0 +1,56 @@
+"""A measurement of this machine in a second, for engines that have no profile of it."""
+
+import dataclasses
+import logging
+import time
+
+from raymoe.device.threads import probe_host
+from raymoe.measure.host import NarrowSteps
+from raymoe.measure.others import CoreWatch
+from raymoe.measure.plausible import find_problems
+from raymoe.specs.hardware import HardwareSpec
+
+# Other programs come and go, a compiler for minutes: short probes one after the other, of which the
+# best counts, and more of them with pauses between while others take the cores.
+NUM_PROBES, MAX_PROBES, LIMIT_S = 3, 8, 3.0
+PROBE_S, STEPS_S = 0.1, 0.07
+PAUSE_S = 0.1  # a scheduler lets those run first who have slept
+
+logger = logging.getLogger(__name__)
+
+
+def measure_quickly(num_threads: int | None = None) -> HardwareSpec:
+    """Return the best rates of several probes; a warning says what disturbed all of them.
+
+    Args:
+        num_threads: Of the kernels; None takes all cores.
+    """
+    watch, probes = CoreWatch(), [probe_host(num_threads=num_threads, seconds=PROBE_S)]
+    num_cores, end_s = probes[0].num_cores, time.perf_counter() + LIMIT_S
+    steps = NarrowSteps(num_cores)
+    steps.run(STEPS_S)
+    while len(probes) < MAX_PROBES:
+        is_crowded = watch.read().crowds(num_cores)
+        if is_crowded:
+            time.sleep(PAUSE_S)
+        if len(probes) >= NUM_PROBES and (not is_crowded or time.perf_counter() >= end_s):
+            break
+        probes.append(probe_host(num_threads=num_threads, seconds=PROBE_S))
+        if len(probes) <= NUM_PROBES:
+            steps.run(STEPS_S)
+    others = watch.read()
+    best = dataclasses.replace(
+        probes[-1],
+        host_bytes_per_s=max(each.host_bytes_per_s for each in probes),
+        host_flop_per_s=max(each.host_flop_per_s for each in probes),
+    )
+    measured = dataclasses.replace(best, task_overhead_s=steps.overhead(best))
+    problems = find_problems(measured)
+    if problems:
+        measured = dataclasses.replace(measured, task_overhead_s=None)
+    if problems or others.crowds(num_cores):
+        logger.warning(
+            "%s: a plan by its rates may predict too much time; 'raymoe profile' measures once, "
+            "when nothing else runs, and is kept", others,
+        )  # fmt: skip
+    return measured
