@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "units": set(),
     "safe_text": set(),
     "processes": set(),
+    "shadows": set(),
     "_version": set(),
     "specs": BASE | {"safe_text"},
     "structured": {"errors", "safe_text"},
@@ -37,6 +38,7 @@ MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {
     "safe_text",
+    "shadows",
     "config",
     "structured",
     "specs",

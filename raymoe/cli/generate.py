@@ -29,13 +29,14 @@ from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, reader_of
-from raymoe.engine.tasks.rows import CONTINUATION_COLUMN, TASKS
+from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
 from raymoe.specs.files import read_json_object
+from raymoe.specs.workload import TASKS
 from raymoe.units import format_bytes, parse_bytes
 
 TABLE = "Table"

@@ -21,7 +21,10 @@ from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import roofline_picture, throughput_picture
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
 from raymoe.plan.policy import DevicePolicy, Footprint
+from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
+    MAX_NODES,
+    MAX_PRICE,
     JobPlanner,
     Offer,
     next_steps,
@@ -42,12 +45,17 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
-from raymoe.specs.workload import Workload
-from raymoe.units import GIB, format_bytes, format_seconds
+from raymoe.specs.workload import TASKS, Workload
+from raymoe.units import GB, GIB, format_bytes, format_seconds
 
 Row = tuple[str, str]
 GANTT_LAYERS = 2  # two kinds of layers may take turns
 AROUND_LANE = 20  # letters: the longest name of a lane, its frame and busy share
+# A second; a thousand years.
+DEADLINE_HOURS = (1 / 3600, 8.76e6)
+MAX_CURRENCY = 8  # letters
+MAX_ROWS = 10**18
+HERE = "here"
 
 
 def policy_table(plan: Plan) -> Table:
@@ -67,9 +75,17 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def prediction_table(plan: Plan, price_per_hour: float | None, num_nodes: int = 1) -> Table:
+@dataclass(frozen=True, slots=True)
+class Money:
+    """The price of a node for an hour, and its currency; None where no cost is shown."""
+
+    price_per_hour: float | None = None
+    currency: str = "USD"
+
+
+def prediction_table(plan: Plan, money: Money, num_nodes: int = 1) -> Table:
     """What the job will take; its cost where the price of the node is known."""
-    return _two_columns("prediction", _prediction_rows(plan, price_per_hour, num_nodes))
+    return _two_columns("prediction", _prediction_rows(plan, money, num_nodes))
 
 
 def gantt(decode: Timeline, width: int) -> str:
@@ -133,30 +149,32 @@ def _group(device: DevicePolicy) -> str:
     )
 
 
-def _prediction_rows(plan: Plan, price_per_hour: float | None, num_nodes: int) -> Iterator[Row]:
-    job = plan.job
-    yield "decoding is bound by", RESOURCE_NAMES[plan.bound]
+def _prediction_rows(plan: Plan, money: Money, num_nodes: int) -> Iterator[Row]:
+    workload, job, found = plan.workload, plan.job, Prediction.of(plan, num_nodes)
+    what = "decoding" if workload.generates else "reading"
+    yield f"{what} is bound by", RESOURCE_NAMES[plan.job_bound]
     yield "prefill", f"{plan.prefill_tokens_per_s:,.1f} prompt tokens/s"
-    yield "decode", f"{plan.decode_tokens_per_s:,.1f} tokens/s"
-    yield "end to end", f"{plan.tokens_per_s:,.1f} generated tokens/s"
+    if workload.generates:
+        yield "decode", f"{plan.decode_tokens_per_s:,.1f} tokens/s"
+    yield "end to end", f"{plan.rate:,.1f} {found.unit}"
     if num_nodes > 1:
-        yield (
-            f"{num_nodes:,} such nodes",
-            f"{num_nodes * plan.tokens_per_s:,.1f} generated tokens/s, "
-            f"{plan.workload.num_rows:,} rows each",
-        )
-    if plan.workload.shared_prompt_tokens:
-        alone = plan.estimate(replace(plan.workload, shared_prompt_tokens=0))
+        rate = f"{found.tokens_per_s:,.1f} {found.unit}"
+        yield f"{num_nodes:,} such nodes", f"{rate}, {workload.num_rows:,} rows each"
+    if workload.shared_prompt_tokens:
+        alone = plan.estimate(replace(workload, shared_prompt_tokens=0))
         yield (
             "shared prompts",
-            f"{plan.workload.shared_prompt_tokens:,} of {plan.workload.prompt_tokens:,} tokens a "
-            f"row are found in the KV cache; without, {format_seconds(alone.seconds)}",
+            f"{workload.shared_prompt_tokens:,} of {workload.prompt_tokens:,} tokens a row are "
+            f"found in the KV cache; without, {format_seconds(alone.seconds)}",
         )
-    yield "the job", f"{format_seconds(job.seconds)} in {job.num_steps:,.0f} passes"
-    if price_per_hour is not None:
-        million = plan.cost_per_million_tokens(price_per_hour)
-        yield "cost", f"{million:.3g} per million generated tokens"
-        yield "cost of the job", f"{num_nodes * price_per_hour * job.seconds / 3600:.3g}"
+    yield (
+        "time to load",
+        f"about {roughly(found.loading_s)}, with a disk of {READ_BYTES_PER_S / GB:.0f} GB/s",
+    )
+    yield f"time to {found.verb}", f"{format_seconds(job.seconds)} in {job.num_steps:,.0f} steps"
+    yield "time to write", f"about {roughly(found.writing_s)} after the last step"
+    if money.price_per_hour is not None:
+        yield "cost", found.cost_text(money.price_per_hour, money.currency, num_nodes)
 
 
 def _two_columns(title: str, rows: Iterable[Row]) -> Table:
@@ -228,17 +246,17 @@ def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
 
 
 def plan_as_json(
-    plan: Plan, price_per_hour: float | None, num_nodes: int = 1, notes: Sequence[str] = ()
+    plan: Plan, money: Money, num_nodes: int = 1, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Policy, memory in bytes and prediction of each node's plan, as JSON can hold them."""
-    workload, job = plan.workload, plan.job
+    workload, job, predicted = plan.workload, plan.job, Prediction.of(plan, num_nodes)
     found: dict[str, Any] = {
         "model": plan.model_name,
         "hardware": plan.hardware.name,
         "num_rows": workload.num_rows,
         "prompt_tokens": workload.prompt_tokens,
         "shared_prompt_tokens": workload.shared_prompt_tokens,
-        "generated_tokens": workload.generated_tokens,
+        "generated_tokens": workload.generated_tokens if workload.generates else 0,
         "schedule": plan.schedule,
         "note": plan.note,
         "num_ranks": plan.num_ranks,
@@ -248,17 +266,22 @@ def plan_as_json(
         "bound": str(plan.bound),
         "prefill_tokens_per_s": plan.prefill_tokens_per_s,
         "decode_tokens_per_s": plan.decode_tokens_per_s,
-        "tokens_per_s": plan.tokens_per_s,
+        "tokens_per_s": plan.rate,
+        "tokens_per_s_of": predicted.unit.removesuffix(" tokens/s"),
         "seconds": job.seconds,
+        "loading_seconds": predicted.loading_s,
+        "writing_seconds": predicted.writing_s,
         "num_steps": job.num_steps,
         "num_nodes": num_nodes,
         "fits_gpu": plan.schedule == "resident",
         "measured_share": plan.hardware.measured_share,
         "notes": [*notes],
     }
-    if price_per_hour is not None:
-        found["cost"] = num_nodes * price_per_hour * job.seconds / 3600
-        found["cost_per_million_tokens"] = plan.cost_per_million_tokens(price_per_hour)
+    price = money.price_per_hour
+    if price is not None:
+        found["currency"] = money.currency
+        found["cost"] = predicted.cost(price, num_nodes)
+        found["cost_per_million_tokens"] = predicted.cost_per_million(price, num_nodes)
     return found
 
 
@@ -267,7 +290,8 @@ SCHEDULES = ("auto", "in_place", "resident", *STREAMING_BUILDERS)
 Model = Annotated[
     str,
     typer.Option(
-        help="A directory with a config.json, a name on the Hugging Face hub, or one of "
+        help="Plan for this model: a directory with a config.json, a name on the Hugging Face hub, "
+        "or one of "
         f"{', '.join(MODEL_PRESETS)}.",
         metavar="NAME|DIR",
     ),
@@ -275,72 +299,93 @@ Model = Annotated[
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="A file that raymoe profile wrote, a cloud instance such as g6.8xlarge or "
-        f"g2-standard-24, or one of {', '.join(HARDWARE_PRESETS)}. Without it, "
-        "instances are ranked by the cost of a token.",
+        help=f"Plan for this node: {HERE} (this machine), a file that raymoe profile --out wrote, "
+        f"a cloud instance such as g6.8xlarge, or one of {', '.join(HARDWARE_PRESETS)}. Without "
+        "this option, instances are ranked by the cost of a token.",
         metavar="NAME|FILE",
     ),
 ]
-PromptLen = Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.")]
+PromptLen = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Plan for prompts of so many tokens in the mean.")
+]
 SharedLen = Annotated[
     int,
     typer.Option(
         "--shared-prompt-len",
         min=0,
-        help="Mean tokens at the begin of a prompt that an earlier row has too.",
+        metavar="N",
+        help="Count so many tokens at the beginning of each prompt as shared with an earlier row, "
+        "so that they are computed once.",
     ),
 ]
-GenLen = Annotated[int, typer.Option(min=1, help="Mean tokens to generate for a row.")]
+GenLen = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Plan for answers of so many tokens in the mean.")
+]
 NumRows = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help=f"Rows of the job; {DEFAULT_WORKLOAD.num_rows} by default, or those of --lengths.",
+        max=MAX_ROWS,
+        metavar="N",
+        help=f"Plan for so many rows; {DEFAULT_WORKLOAD.num_rows:,} by default, or as many as "
+        "--lengths has.",
     ),
 ]
 Lengths = Annotated[
     Path | None,
     typer.Option(
-        help=f"Parquet or JSON lines with {' and '.join(LENGTH_COLUMNS)} of each row, instead of "
-        "--prompt-len and --gen-len.",
+        metavar="FILE",
+        help="Take the lengths of rows from parquet or JSON lines with the columns "
+        f"{' and '.join(LENGTH_COLUMNS)}, instead of --prompt-len and --gen-len.",
     ),
 ]
 Weights = Annotated[
     str | None,
     typer.Option(
-        help=f"Format of the weights: {', '.join(WEIGHTS)}; by default what the model has.",
+        help=f"Plan for weights in this format instead of the model's own: {', '.join(WEIGHTS)}.",
         metavar="NAME",
     ),
 ]
 KvDtype = Annotated[
     str,
-    typer.Option(help=f"Type of the KV cache: {', '.join(DTYPES)}.", metavar="NAME"),
+    typer.Option(
+        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is that of "
+        "--dtype.",
+        metavar="NAME",
+    ),
 ]
 StateDtype = Annotated[
     str,
     typer.Option(
-        help=f"Type of the states of linear attention: {', '.join(STATE_DTYPES)}.", metavar="NAME"
+        help=f"Keep states of linear attention in this type, one of {', '.join(STATE_DTYPES)}.",
+        metavar="NAME",
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"Type of computation and of weights that are not quantised: {', '.join(DTYPES)}.",
+        help=f"Compute in this type, one of {', '.join(DTYPES)}, which weights have too that are "
+        "not quantised; auto is that of the model.",
         metavar="NAME",
     ),
 ]
 Nodes = Annotated[
-    int | None, typer.Option(min=1, help="Equal nodes that share the rows; 1 by default.")
+    int | None,
+    typer.Option(metavar="N", help="Divide the rows among so many equal nodes; 1 by default."),
 ]
 Deadline = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Hours; the fewest nodes that end before are found."),
+    typer.Option(
+        metavar="HOURS",
+        help="Find the fewest nodes on which the job ends within so many hours.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")]
 ScheduleName = Annotated[
     str,
     typer.Option(
-        help=f"Order of work on a GPU: one of {', '.join(SCHEDULES)}.",
+        help=f"Use this order of copies and kernels, one of {', '.join(SCHEDULES)}; auto takes the "
+        "fastest.",
         metavar="NAME",
     ),
 ]
@@ -349,43 +394,73 @@ HostMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Host memory that may be used: 192GiB, ...; by default what the node has.",
+        help="Use at most so much host memory, such as 192GiB; by default what the node has.",
     ),
 ]
 DeviceMemory = Annotated[
     int | None,
-    typer.Option(parser=size, metavar="SIZE", help="The same of GPU memory: 16GiB, ..."),
+    typer.Option(
+        parser=size, metavar="SIZE", help="Use at most so much memory of each GPU, such as 16GiB."
+    ),
 ]
 MaxContext = Annotated[
     int | None,
-    typer.Option(min=1, help="Longest row, prompt and all; by default what the model allows."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Make room for rows of at most so many tokens, prompt and answer together; by "
+        "default as many as the model allows.",
+    ),
 ]
 TensorParallel = Annotated[
     int,
     typer.Option(
         min=1,
         max=MAX_RANKS,
-        help="GPUs of the node that share every step; the plan is that of one of them.",
+        metavar="N",
+        help="Divide every step among so many GPUs of the node; the plan is that of one of them.",
     ),
 ]
 Price = Annotated[
-    float | None, typer.Option(min=0.0, help="Of the node, to show the cost of tokens and job.")
+    float | None,
+    typer.Option(
+        metavar="PRICE",
+        help="Show what tokens and job cost where the node of --hardware costs so much an hour.",
+    ),
+]
+Currency = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Name the currency of --price-per-hour so."),
+]
+Task = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"Plan for this task, one of {', '.join(TASKS)}; all but generate only read prompts.",
+    ),
 ]
 Prices = Annotated[
     Path | None,
     typer.Option(
-        help="JSON with US dollars an hour by instance, preset or hardware file, for the ranking "
-        "without --hardware; by default raymoe/assets/prices.json."
+        metavar="FILE",
+        help="Rank the nodes of this JSON file, which has US dollars an hour by instance, preset "
+        "or hardware file; by default those of raymoe/assets/prices.json.",
     ),
 ]
 WhatIf = Annotated[
     bool,
-    typer.Option("--what-if", help="Show what more memory, link, cores or GPU would gain."),
+    typer.Option(
+        "--what-if",
+        help="Show what more memory, a faster link, more cores or a faster GPU would gain.",
+    ),
 ]
 Plot = Annotated[
-    bool, typer.Option("--plot", help="Draw the node's roofline and throughput over host memory.")
+    bool,
+    typer.Option("--plot", help="Draw the node's roofline and its throughput over host memory."),
 ]
-Out = Annotated[Path, typer.Option(help="Directory for the pictures of --plot.")]
+Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="Write the pictures of --plot to this directory.")
+]
 
 
 def run(  # noqa: PLR0913 - the options of a command
@@ -397,6 +472,7 @@ def run(  # noqa: PLR0913 - the options of a command
     gen_len: GenLen = DEFAULT_WORKLOAD.generated_tokens,
     num_rows: NumRows = None,
     lengths: Lengths = None,
+    task: Task = TASKS[0],
     weights: Weights = None,
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
@@ -407,6 +483,7 @@ def run(  # noqa: PLR0913 - the options of a command
     max_context: MaxContext = None,
     tensor_parallel: TensorParallel = 1,
     price_per_hour: Price = None,
+    currency: Currency = "USD",
     prices: Prices = None,
     nodes: Nodes = None,
     deadline_hours: Deadline = None,
@@ -417,14 +494,18 @@ def run(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Choose how to run a model on a node, and predict speed, time and cost of a job.
 
-    Needs neither weights nor node. Prints policy, memory, what limits decoding, predicted
-    rates, and a few layers of a step. What does not fit is refused with the bytes missing.
+    Neither the weights nor the node are needed. Printed are the sizes of the plan, what needs
+    which memory, what limits the speed, the time of the job and a few layers of a step. A model
+    that does not fit is refused with the bytes that are missing.
     """
     _check_usage(
         hardware, prices, host_memory=host_memory, device_memory=device_memory, plot=plot,
         price_per_hour=price_per_hour, what_if=what_if, tensor_parallel=tensor_parallel > 1,
     )  # fmt: skip
+    money = _money(price_per_hour, currency)
     workload = _workload(num_rows, (prompt_len, gen_len), lengths, shared_prompt_len)
+    workload = _of_task(workload, task)
+    fleet = _Fleet(workload, nodes, deadline_hours)
     node = None if hardware is None else _node(hardware, host_memory, device_memory)
     spec = _with_state_dtype(_model(model, weights, dtype), state_dtype)
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
@@ -432,20 +513,22 @@ def run(  # noqa: PLR0913 - the options of a command
         spec, node = of_one_rank(spec, node, tensor_parallel)
     planner = JobPlanner(
         spec, workload, schedule=schedule, max_model_len=max_context,
-        bytes_per_element=_item_bytes(dtype, "--dtype") or 2,
+        bytes_per_element=_item_bytes(spec.dtype or "bfloat16", "--dtype") or 2,
         kv_bytes_per_element=_item_bytes(kv_dtype, "--kv-dtype"),
     )  # fmt: skip
-    fleet = _Fleet(nodes, deadline_hours)
     if node is None:
         _rank(planner, fleet, prices, as_json=as_json)
         return
     plan, count = _plan_on(planner, fleet, node)
     notes = [*notes_of(plan, spec), *planner.fit_notes(node, plan)]
-    (_print_json if as_json else _print)(plan, price_per_hour, count, notes)
-    planner = replace(planner, workload=plan.workload)
+    (_print_json if as_json else _print)(plan, money, count, notes)
+    _show_more(plan, replace(planner, workload=plan.workload), what_if, out if plot else None)
+
+
+def _show_more(plan: Plan, planner: JobPlanner, what_if: bool, out: Path | None) -> None:
     if what_if:
         Console().print(_what_if_table(plan, planner))
-    if plot:
+    if out is not None:
         _write(_pictures(plan, planner), out)
 
 
@@ -453,16 +536,46 @@ def run(  # noqa: PLR0913 - the options of a command
 class _Fleet:
     """How many nodes share the rows, or when they have to be done."""
 
+    workload: Workload
     num_nodes: int | None
     deadline_hours: float | None
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.deadline_hours is not None:
             raise ConfigError("--deadline-hours finds the number of nodes; leave out --nodes")
+        if self.num_nodes is not None and not 1 <= self.num_nodes <= MAX_NODES:
+            raise ConfigError(
+                f"--nodes is {self.num_nodes:,}; it takes a number from 1 to {MAX_NODES:,}"
+            )
+        _check_number("--deadline-hours", self.deadline_hours, DEADLINE_HOURS, "hours")
+        if (self.num_nodes or 1) > self.workload.num_rows:
+            raise ConfigError(
+                f"--nodes is {self.num_nodes:,}, and the job has {self.workload.num_rows:,} rows: "
+                "a node needs at least one"
+            )
 
     @property
     def deadline_s(self) -> float | None:
         return None if self.deadline_hours is None else 3600 * self.deadline_hours
+
+
+def _money(price_per_hour: float | None, currency: str) -> Money:
+    _check_number("--price-per-hour", price_per_hour, (0.0, MAX_PRICE), currency)
+    if not 1 <= len(currency) <= MAX_CURRENCY or not currency.isprintable():
+        raise ConfigError(f"--currency is {currency!r:.40}; it takes a name, such as EUR")
+    return Money(price_per_hour, currency)
+
+
+def _check_number(option: str, value: float | None, bounds: tuple[float, float], unit: str) -> None:
+    low, high = bounds
+    if value is not None and not low <= value <= high:  # nor what is not a number
+        raise ConfigError(f"{option} is {value:g}; it takes {low:g} to {high:,.0f} {unit}")
+
+
+def _of_task(workload: Workload, task: str) -> Workload:
+    if task not in TASKS:
+        raise UnknownOptionError(task, TASKS, "task")
+    return workload if task == TASKS[0] else workload.without_generation()
 
 
 def _plan_on(planner: JobPlanner, fleet: _Fleet, node: HardwareSpec) -> tuple[Plan, int]:
@@ -513,7 +626,7 @@ def _item_bytes(dtype: str, option: str) -> int | None:
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
-    node = find_hardware(name)
+    node = _this_machine() if name == HERE else find_hardware(name)
     if host_memory is not None:
         node = replace(node, host_memory_bytes=host_memory)
     if device_memory is not None:
@@ -521,6 +634,13 @@ def _node(name: str, host_memory: int | None, device_memory: int | None) -> Hard
             raise ConfigError(f"--device-memory: {node.name} has no GPU; leave it out")
         node = replace(node, gpu_memory_bytes=device_memory)
     return node
+
+
+def _this_machine() -> HardwareSpec:
+    # It loads torch, which no other plan needs.
+    from raymoe.engine.loading import this_node  # noqa: PLC0415
+
+    return this_node()
 
 
 def _check(
@@ -561,7 +681,7 @@ def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: boo
         notes = [*ranking_notes(planner, offers)]
     if as_json:
         found = {
-            "prices": {"source": prices.source, "date": prices.date},
+            "prices": {"source": prices.source, "date": prices.date, "currency": "USD"},
             "offers": [offer.to_json() for offer in offers],
             "notes": notes,
         }
@@ -622,18 +742,16 @@ def _title(model: str, node: str, workload: Workload) -> str:
     )
 
 
-def _print_json(
-    plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Sequence[str]
-) -> None:
-    typer.echo(json.dumps(plan_as_json(plan, price_per_hour, num_nodes, notes), indent=2))
+def _print_json(plan: Plan, money: Money, num_nodes: int, notes: Sequence[str]) -> None:
+    typer.echo(json.dumps(plan_as_json(plan, money, num_nodes, notes), indent=2))
 
 
-def _print(plan: Plan, price_per_hour: float | None, num_nodes: int, notes: Sequence[str]) -> None:
+def _print(plan: Plan, money: Money, num_nodes: int, notes: Sequence[str]) -> None:
     console = Console()
     console.print(_title(plan.model_name, plan.hardware.name, plan.workload), style="bold")
     console.print(policy_table(plan))
     console.print(memory_table(plan))
-    console.print(prediction_table(plan, price_per_hour, num_nodes))
+    console.print(prediction_table(plan, money, num_nodes))
     for note in notes:
         console.print(note)
     console.print(Text(gantt(plan.decode, console.width)))

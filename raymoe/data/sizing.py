@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 from raymoe.config import EngineConfig, as_engine_config
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
-from raymoe.data.tasks import reader_of
+from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
+from raymoe.plan.prediction import Prediction
 from raymoe.plan.search import find_plan
+from raymoe.shadows import directories_of_workers, find_shadow
 from raymoe.specs.files import expanded
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div, format_bytes, format_money, format_seconds
+from raymoe.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
@@ -181,33 +183,41 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     _check_options(model_source, options, ds)
-    config = as_engine_config(engine_config)
-    workload = config.workload or workload or _find_workload(ds, model_source, options)
+    config = _with_hardware(as_engine_config(engine_config))
+    workload = config.workload or _find_workload(workload, ds, model_source, options)
     config = _for_rows(config, workload, num_actors)
-    cluster = _find_cluster(config, num_gpus, num_generators)
+    cluster, num_threads = _find_cluster(config, num_gpus, num_generators), config.num_threads
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     rows = rows_in_flight or _default_rows(plan)
     batch_size = batch_size or rows_of_a_call(rows, num_actors)
     calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
+    job = _plan_job(plan, model_source, config, cluster, num_actors=num_actors,
+                    num_threads=num_threads)  # fmt: skip
+    config = _with_rates(config, job)
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
     kwargs = {
-        "batch_size": batch_size, "batch_format": "pyarrow",
+        "batch_size": batch_size, "batch_format": "pyarrow", "udf_modifying_row_count": False,
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
-        "udf_modifying_row_count": False,
         "fn_constructor_args": (str(model_source),), "fn_constructor_kwargs": constructor,
         "compute": _make_pool(min_actors or num_actors, num_actors, calls),
     }  # fmt: skip
-    job = _plan_job(plan, model_source, config, cluster, num_actors=num_actors)
-    if job is not None and workload is not None:
-        notebook_logger.info("%s", job)
+    _show(None if workload is None else job)
     return OperatorKwargs(kwargs, job)
+
+
+def _show(job: "JobPlan | None") -> None:
+    if job is not None:
+        notebook_logger.info("%s", job)
 
 
 def _check_options(
     model_source: str | Path, options: Mapping[str, Any], ds: "Dataset | None"
 ) -> None:
+    shadow = find_shadow(directories_of_workers())
+    if shadow is not None:
+        raise ConfigError(shadow)
     check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     if ds is not None:
         output_columns(model_source, options).check_names(_known_columns(ds))
@@ -224,39 +234,48 @@ class OperatorKwargs(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """The plan of each actor, for its part of the job's rows."""
+    """The plan of each actor, for its part of the job's rows.
+
+    Attributes:
+        is_typical: Whether the rates are those of a typical core, as nobody measured the nodes.
+        rates: What was measured on this machine, where the actors run; None if they run elsewhere.
+    """
 
     plan: Plan
     num_actors: int
     num_nodes: int
-    is_typical: bool  # whether the rates are those of a typical core, as nobody measured the nodes
+    is_typical: bool
+    rates: MeasuredNode | None = None
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the job takes; the same that `raymoe plan` says of such nodes and rows."""
+        return Prediction.of(self.plan, self.num_actors)
 
     def cost(self, price_per_hour: float) -> float:
         """Cost of the job, with the price of a node."""
-        return price_per_hour * self.num_nodes * self.plan.job.seconds / 3600
+        return self.prediction.cost(price_per_hour, self.num_nodes)
 
     def describe(self, price_per_hour: float | None = None, currency: str = "USD") -> str:
-        plan, workload = self.plan, self.plan.workload
-        of_each = f" for each of {self.num_actors} actors" if self.num_actors > 1 else ""
+        plan, workload, found = self.plan, self.plan.workload, self.prediction
+        of_each = f", on each of {self.num_actors} actors" if self.num_actors > 1 else ""
         lines = [
             f"plan: {describe(workload)}{of_each}",
             f"  on {plan.hardware.name}: up to {plan.policy.max_num_seqs:,} sequences and "
             f"{plan.policy.max_num_batched_tokens:,} tokens in a step, schedule {plan.schedule}, "
             f"{format_bytes(plan.host_bytes)} of host memory",
-            f"  predicted: {format_seconds(plan.job.seconds)} after loading, "
-            f"{self.num_actors * plan.tokens_per_s:,.0f} generated tokens/s, decoding bound by "
-            f"{RESOURCE_NAMES[plan.bound]}{self._note()}",
+            f"  predicted: {found.parts}; {found.speed}, {self._bound}{self._note()}",
         ]
         if plan.note:
             lines.insert(2, f"  {plan.note}")
         if price_per_hour is not None:
-            million = 1e6 * self.cost(price_per_hour)
-            million /= self.num_actors * workload.total_generated_tokens
-            cost, million_cost = (
-                format_money(one, currency) for one in (self.cost(price_per_hour), million)
-            )
-            lines[-1] += f"; {cost} in all, {million_cost} per million tokens"
+            lines.append(f"  cost: {found.cost_text(price_per_hour, currency, self.num_nodes)}")
         return "\n".join(lines)
+
+    @property
+    def _bound(self) -> str:
+        what = "decoding" if self.plan.workload.generates else "reading"
+        return f"{what} bound by {RESOURCE_NAMES[self.plan.job_bound]}"
 
     def _note(self) -> str:
         return " (by rates of a typical core; raymoe profile measures)" if self.is_typical else ""
@@ -272,28 +291,51 @@ def _plan_job(
     cluster: Cluster,
     *,
     num_actors: int,
+    num_threads: int | None,
 ) -> JobPlan | None:
-    """Return the plan as the engine will make it, with this machine's rates if it runs here."""
+    """Return the plan as the engine will make it, with this machine's rates if it runs here.
+
+    Args:
+        num_threads: As the user chose them; None divides the cores.
+    """
     if actor is None:
         return None
     plan, nodes = actor.plan, min(num_actors, cluster.num_nodes)
     is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
     if is_given or not cluster.is_here:
         return JobPlan(plan=plan, num_actors=num_actors, num_nodes=nodes, is_typical=not is_given)
-    from raymoe.engine.loading import measured_host  # noqa: PLC0415 - loads torch
+    from raymoe.engine.loading import measured_share  # noqa: PLC0415 - loads torch
 
-    generators = cluster.num_generators or 1
-    here = measured_host(config.num_threads).share(num_actors * generators)
-    here = dataclasses.replace(here, host_memory_bytes=plan.hardware.host_memory_bytes)
-    found = plan_actor(model_source, dataclasses.replace(config, hardware=here), None)
-    measured = plan if found is None else found.plan
-    return JobPlan(plan=measured, num_actors=num_actors, num_nodes=nodes, is_typical=False)
+    here = measured_share(num_threads, num_actors * (cluster.num_generators or 1))
+    memory_bytes = plan.hardware.host_memory_bytes
+    node = dataclasses.replace(here.hardware, host_memory_bytes=memory_bytes)
+    found = plan_actor(model_source, dataclasses.replace(config, hardware=node), None)
+    return JobPlan(
+        plan=plan if found is None else found.plan,
+        num_actors=num_actors,
+        num_nodes=nodes,
+        is_typical=False,
+        rates=here,
+    )
+
+
+def _with_rates(config: EngineConfig, job: JobPlan | None) -> EngineConfig:
+    """Hand the actors what was measured here, so that they plan as was shown."""
+    is_open = config.hardware in {None, "auto"} and config.device != "emulated"
+    if job is None or job.rates is None or not is_open:
+        return config
+    return dataclasses.replace(config, hardware=job.rates)
 
 
 def _find_workload(
-    ds: "Dataset | None", model_source: str | Path, options: Mapping[str, Any]
+    given: Workload | None,
+    ds: "Dataset | None",
+    model_source: str | Path,
+    options: Mapping[str, Any],
 ) -> Workload | None:
-    return None if ds is None else find_workload(ds, model_source, reader_of(options))
+    if given is None:
+        return None if ds is None else find_workload(ds, model_source, reader_of(options))
+    return given if read_task_of(options) is None else given.without_generation()
 
 
 # Logical operators of Ray Data whose rows have the columns of their input.
@@ -322,6 +364,16 @@ def _known_columns(ds: "Dataset") -> set[str]:
         elif type(operator).__name__ not in _KEEP_COLUMNS:
             return names
         (operator,) = operator.input_dependencies
+
+
+def _with_hardware(config: EngineConfig) -> EngineConfig:
+    """Read a file of rates here, for the plan and for all actors."""
+    given = config.hardware
+    if config.device == "emulated" or not isinstance(given, str) or not is_hardware_file(given):
+        return config
+    node = find_hardware(given)
+    node = node.without_gpu() if config.device == "cpu" else node
+    return dataclasses.replace(config, hardware=node)
 
 
 def _for_rows(config: EngineConfig, workload: Workload | None, num_actors: int) -> EngineConfig:

@@ -18,6 +18,7 @@ from raymoe.errors import RaymoeError
 from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
+from raymoe.units import ceil_div
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -73,18 +74,46 @@ def workload_of(
     requests = [request for request in reader.read(sample) if request.prompt is not None]
     pairs, prompts = [], []
     for request, (prompt, num_more) in zip(requests, _tokens(requests, directory), strict=True):
-        prompt_tokens = min(len(prompt) + num_more, max_model_len)
-        if prompt_tokens:
-            limit = max(1, max_model_len - prompt_tokens)
-            generated = min(request.sampling_params.max_tokens, limit)
-            num_samples = request.sampling_params.n
-            pairs += [(prompt_tokens, generated)] * num_samples
-            prompts += [prompt] * num_samples
+        of_row = _lengths(request, (len(prompt), num_more), max_model_len, reader)
+        pairs += of_row
+        prompts += [prompt] * len(of_row)
     if not pairs:
         return None
     each = len(pairs) / max(1, len(requests))
     workload = Workload.of_rows(tuple(pairs), num_shared_tokens(prompts) / len(pairs))
-    return replace(workload, num_rows=max(1, round(num_rows * each)))
+    generates = not isinstance(reader, TaskReader)
+    return replace(workload, num_rows=max(1, round(num_rows * each)), generates=generates)
+
+
+def _lengths(
+    request: RowRequest,
+    num_tokens: tuple[int, int],
+    longest: int,
+    reader: RowReader | TaskReader,
+) -> list[tuple[int, int]]:
+    """Return tokens to read and to generate of each sequence of a row; none of an error row.
+
+    Args:
+        num_tokens: Of the prompt, and of what is scored after it.
+        longest: Tokens that the model takes.
+    """
+    prompt_tokens, tokens = num_tokens[0], sum(num_tokens)
+    if not tokens:
+        return []
+    if isinstance(reader, TaskReader):  # whatever the rows say of sampling
+        is_document = not prompt_tokens
+        sizes = _windows(tokens, longest, reader.options.stride) if is_document else [tokens]
+        return [(min(size, longest), 1) for size in sizes]
+    params = request.sampling_params
+    tokens = min(tokens, longest)
+    return [(tokens, min(params.max_tokens, max(1, longest - tokens)))] * params.n
+
+
+def _windows(tokens: int, longest: int, stride: int | None) -> list[int]:
+    """Return the tokens of each window in which a document is scored."""
+    step = min(stride or longest, max(1, longest - 1))
+    num_more = max(0, ceil_div(tokens - longest, step))
+    return [longest] * num_more + [tokens - num_more * step]
 
 
 def resized(workload: Workload, num_rows: int) -> Workload:
@@ -98,10 +127,10 @@ def describe(workload: Workload) -> str:
     prompts, generated = np.array(pairs).T
     shared = workload.shared_prompt_tokens
     found = f", of which {shared:,} are those of an earlier row" if shared else ""
+    ends = f", at most {generated.mean():,.0f} generated for each" if workload.generates else ""
     return (
         f"{workload.num_rows:,} rows; prompts of {prompts.mean():,.0f} tokens on average "
-        f"(99 % at most {np.percentile(prompts, 99):,.0f}){found}, at most {generated.mean():,.0f} "
-        "generated for each"
+        f"(99 % at most {np.percentile(prompts, 99):,.0f}){found}{ends}"
     )
 
 

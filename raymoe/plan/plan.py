@@ -73,6 +73,14 @@ class Plan:
         return bound_by(self.steps.schedule(self.decode_load), self.decode)
 
     @property
+    def job_bound(self) -> Resource:
+        """The bound of a full step: of decoding, or of prompts where nothing is generated."""
+        if self.workload.generates:
+            return self.bound
+        load = self.prefill_load
+        return bound_by(self.steps.schedule(load), self.steps.timeline(load))
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         """Predicted prompt tokens per second of steps full of prompts."""
         return self.policy.max_num_batched_tokens / self.steps.seconds(self.prefill_load)
@@ -86,6 +94,20 @@ class Plan:
     def tokens_per_s(self) -> float:
         """Predicted generated tokens per second of the whole job."""
         return self.job.tokens_per_s
+
+    @property
+    def rate(self) -> float:
+        """Predicted tokens per second of the whole job: generated, or read where none are."""
+        if self.workload.generates:
+            return self.tokens_per_s
+        return self.workload.total_prompt_tokens / self.job.seconds
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of one rank, in host and device memory."""
+        device = () if self.device_footprint is None else self.device_footprint.parts
+        parts = (*self.footprint.parts, *device)
+        return sum(size for purpose, size in parts if purpose.startswith("weights"))
 
     def step_times(self) -> StepTimes:
         """Seconds of any step of this policy, interpolated between simulated steps."""
@@ -105,7 +127,8 @@ class Plan:
         return predict_job(workload, self.policy, self.steps)
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
-        return price_per_hour / 3600 / self.tokens_per_s * 1e6
+        """Cost of a million of the tokens that `rate` counts."""
+        return price_per_hour / 3600 / self.rate * 1e6
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, TB, YEAR_S, ceil_div, format_bytes, format_seconds
 
 PRICES_FILE = Path(__file__).parent.parent / "assets" / "prices.json"
+MAX_NODES = 100_000
+MAX_PRICE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,12 @@ def _price(file: Path, name: str, entry: object) -> Price:
 
 
 def _dollars(file: Path, name: str, price: object) -> float:
-    if type(price) not in {int, float} or not (isinstance(price, int | float) and price > 0):
-        raise ConfigError(f"--prices {file}: {name} has the price {price!r}; it takes a number")
-    return float(price)
+    if isinstance(price, int | float) and price is not True and 0 < price <= MAX_PRICE:
+        return float(price)
+    raise ConfigError(
+        f"--prices {file}: {name} has the price {price!r:.40}; it takes a number above 0, in US "
+        "dollars an hour"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,22 +205,37 @@ class JobPlanner:
         )  # fmt: skip
 
 
+class TooLateError(InfeasiblePlanError):
+    """No number of nodes ends the job before its deadline."""
+
+
 def plan_in_time(
     plan_with: PlanWith, node: HardwareSpec, num_nodes: int, deadline_s: float | None
 ) -> tuple[Plan, int]:
     """The plan of each of `num_nodes`, or of the fewest nodes that end before the deadline.
 
     Raises:
-        InfeasiblePlanError: A node cannot run the job, or not even one row each is in time.
+        ConfigError: A deadline that is not positive.
+        InfeasiblePlanError: A node cannot run the job.
+        TooLateError: Not even one row each is in time, or it takes more than `MAX_NODES`.
     """
+    if deadline_s is not None and not 0 < deadline_s < inf:
+        raise ConfigError(f"the deadline is {deadline_s!r} s; it takes a positive number")
     plan, count = plan_with(node, num_nodes), num_nodes
+    one_s, num_rows = plan.job.seconds, num_nodes * plan.workload.num_rows
     while deadline_s is not None and plan.job.seconds > deadline_s:
         if plan.workload.num_rows == 1:
-            raise InfeasiblePlanError(
+            raise TooLateError(
                 f"one row takes {format_seconds(plan.job.seconds)} on {node.name}, however many "
                 f"nodes there are; the deadline is {format_seconds(deadline_s)}"
             )
-        count = max(count + 1, ceil(count * plan.job.seconds / deadline_s))
+        count = min(num_rows, max(count + 1, ceil(count * plan.job.seconds / deadline_s)))
+        if count > MAX_NODES:
+            raise TooLateError(
+                f"to end in {format_seconds(deadline_s)}, the job needs {count:,} nodes of "
+                f"{node.name} or more, and takes {format_seconds(one_s)} on {num_nodes:,}: give a "
+                f"later deadline; jobs are planned for at most {MAX_NODES:,} nodes"
+            )
         plan = plan_with(node, count)
     return plan, count
 
@@ -240,7 +260,8 @@ def rank(
             offers.append(Offer(name=name, price=price, plan=plan, num_nodes=count))
         except InfeasiblePlanError as error:
             problem = str(error).splitlines()[0].rstrip(":")
-            offers.append(Offer(name=name, price=price, problem=problem))
+            label = "too late" if isinstance(error, TooLateError) else "too small"
+            offers.append(Offer(name=name, price=price, problem=problem, label=label))
     feasible = sorted(
         (each for each in offers if each.plan), key=lambda each: each.cost_per_million
     )

@@ -4,6 +4,8 @@ from functools import cached_property
 from raymoe.errors import ConfigError
 from raymoe.units import ceil_div
 
+TASKS = ("generate", "score", "classify", "embed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -16,6 +18,8 @@ class Workload:
             the means are known.
         shared_prompt_tokens: Mean per row of those at the begin of its prompt that an earlier row
             has too, so that they are found in the KV cache.
+        generates: False if rows are only read, as by the tasks score, classify and embed;
+            generated_tokens is then 1, the position whose output is used.
     """
 
     num_rows: int
@@ -23,6 +27,7 @@ class Workload:
     generated_tokens: int
     row_lengths: tuple[tuple[int, int], ...] = ()
     shared_prompt_tokens: int = 0
+    generates: bool = True
 
     def __post_init__(self) -> None:
         for field in ("num_rows", "prompt_tokens", "generated_tokens"):
@@ -54,6 +59,11 @@ class Workload:
             row_lengths=row_lengths,
             shared_prompt_tokens=min(round(shared_prompt_tokens), prompt_tokens - 1),
         )
+
+    def without_generation(self) -> "Workload":
+        """The same rows, only read."""
+        rows = tuple((prompt, 1) for prompt, _ in self.row_lengths)
+        return replace(self, generated_tokens=1, row_lengths=rows, generates=False)
 
     def share(self, count: int) -> "Workload":
         """The rows of one of `count` equal nodes."""

@@ -15,8 +15,8 @@ from raymoe.engine.outputs import Generation, Int32s
 from raymoe.engine.tasks.reading import POOLINGS, Found
 from raymoe.engine.tokenizer import Prompt, Room, Text, Tokenizer
 from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
+from raymoe.specs.workload import TASKS
 
-TASKS = ("generate", "score", "classify", "embed")
 NORMALIZATIONS = ("sum", "tokens")
 CONTINUATION_COLUMN = "continuation"
 

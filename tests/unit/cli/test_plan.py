@@ -16,6 +16,8 @@ import pytest
 
 from raymoe.cli import run
 from raymoe.cli.plan import gantt
+from raymoe.data.sizing import map_batches_kwargs
+from raymoe.engine import loading
 from raymoe.plan.plan import RESOURCE_NAMES
 from raymoe.plan.rank import notes_of
 from raymoe.plan.search import find_plan
@@ -26,7 +28,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
-from raymoe.units import GIB, format_bytes, format_seconds
+from raymoe.units import GIB, format_bytes, format_money, format_seconds
 
 # Four layers of the size of Mixtral's: 11 GB, of which a small device holds about half.
 CONFIG = {
@@ -83,7 +85,7 @@ def words(text: str) -> str:
 def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = find_plan(ModelSpec.from_directory(model), NODE, WORKLOAD)
     arguments = ["plan", "--model", model, "--hardware", "T4", *MEMORY, *JOB]
-    assert run([*arguments, "--price-per-hour", "1.8"]) == 0
+    assert run([*arguments, "--price-per-hour", "1.8", "--currency", "EUR"]) == 0
     found = words(capsys.readouterr().out)
     policy, device = plan.policy, plan.policy.device
     assert plan.device_footprint is not None
@@ -99,9 +101,9 @@ def test_it_prints_what_was_planned(model: str, capsys: pytest.CaptureFixture[st
         f"prefill {plan.prefill_tokens_per_s:,.1f} prompt tokens/s",
         f"decode {plan.decode_tokens_per_s:,.1f} tokens/s",
         f"end to end {plan.tokens_per_s:,.1f} generated tokens/s",
-        f"the job {format_seconds(plan.job.seconds)}",
-        f"cost {1.8 / 3600 / plan.tokens_per_s * 1e6:.3g} per million generated tokens",
-        f"cost of the job {1.8 / 3600 * plan.job.seconds:.3g}",
+        f"time to generate {format_seconds(plan.job.seconds)}",
+        f"cost {format_money(1.8 / 3600 * plan.job.seconds, 'EUR')} in all, "
+        f"{format_money(1.8 / 3600 / plan.tokens_per_s * 1e6, 'EUR')} per million generated tokens",
         "2 of the 4 layers of a decode step",
         "available 30.00 GiB",
         "available 9.00 GiB",
@@ -133,7 +135,7 @@ def test_a_job_out_of_reach_gets_a_sentence(model: str, capsys: pytest.CaptureFi
     rows = ("--num-rows", str(10**16), "--schedule", "resident")
     assert run(["plan", "--model", model, "--hardware", "a100", *JOB, *rows]) == 0
     found = words(capsys.readouterr().out)
-    assert "the job more than 1,000 years" in found
+    assert "time to generate more than 1,000 years" in found
     assert "This job is out of reach" in found
 
 
@@ -449,3 +451,104 @@ def test_an_instance_has_its_own_host() -> None:
     assert (
         small.gpu_memory_bytes == large.gpu_memory_bytes == HARDWARE_PRESETS["l4"].gpu_memory_bytes
     )
+
+
+@pytest.mark.parametrize("task", ["generate", "score"])
+def test_a_job_of_generate_is_predicted_to_take_what_the_command_says(
+    task: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time, speed and words of both, with one file of rates and one of lengths."""
+    node, lengths = tmp_path / "node.json", tmp_path / "lengths.jsonl"
+    HOST.to_file(node)
+    rows = [{"prompt_tokens": 40 + row, "generated_tokens": 1 + row % 9} for row in range(50)]
+    lengths.write_text("\n".join(map(json.dumps, rows)))
+    given = ("--model", model, "--hardware", str(node), "--lengths", str(lengths), "--task", task)
+    found = planned(capsys, *given, "--num-rows", "500", "--price-per-hour", "2")
+    workload = Workload.of_rows(tuple((r["prompt_tokens"], r["generated_tokens"]) for r in rows))
+    kwargs = map_batches_kwargs(
+        model,
+        workload=replace(workload, num_rows=500),
+        engine_config={"hardware": str(node), "device": "cpu"},
+        **({"task": task} if task != "generate" else {}),
+    )
+    job = kwargs.plan.prediction
+    assert (found["seconds"], found["tokens_per_s"]) == (job.running_s, job.tokens_per_s)
+    assert (found["loading_seconds"], found["writing_seconds"]) == (job.loading_s, job.writing_s)
+    assert found["cost"] == job.cost(2.0)
+    assert run(["plan", *given, "--num-rows", "500"]) == 0
+    text, described = words(capsys.readouterr().out), kwargs.plan.describe(2.0)
+    verb, unit = {"generate": ("generate", "generated"), "score": ("read", "prompt")}[task]
+    for one in (text, described):
+        assert f"{unit} tokens/s" in one
+    assert f"time to {verb} {format_seconds(job.running_s)}" in text
+    assert f"{format_seconds(job.running_s)} to {verb}" in described
+    if task == "score":
+        assert found["generated_tokens"] == 0
+        assert job.tokens_per_s == pytest.approx(500 * 64.5 / job.running_s)
+        assert "generated" not in text
+        assert "generated" not in described
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--deadline-hours", "-1"), "--deadline-hours is -1; it takes 0.000277778 to 8,760,000"),
+        (("--deadline-hours", "nan"), "--deadline-hours is nan"),
+        (("--deadline-hours", "inf"), "--deadline-hours is inf"),
+        (
+            ("--nodes", "1000000000"),
+            "--nodes is 1,000,000,000; it takes a number from 1 to 100,000",
+        ),
+        (("--nodes", "-3"), "--nodes is -3"),
+        (("--nodes", "65"), "--nodes is 65, and the job has 64 rows: a node needs at least one"),
+        (("--price-per-hour", "inf"), "--price-per-hour is inf; it takes 0 to 1,000,000,000 USD"),
+        (("--price-per-hour", "nan"), "--price-per-hour is nan"),
+        (("--price-per-hour", "-2", "--currency", "EUR"), "0 to 1,000,000,000 EUR"),
+        (("--currency", ""), "--currency is ''; it takes a name"),
+        (("--task", "chat"), "unknown task 'chat'; known: classify, embed, generate, score"),
+        (("--num-rows", "9" * 400), "--num-rows"),
+        (("--prompt-len", "9" * 400), "a row has 999999"),
+    ],
+)
+def test_numbers_that_make_no_sense_get_a_sentence(
+    arguments: tuple[str, ...], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--model", model, "--hardware", "t4", *JOB, *arguments]) == 2
+    assert message in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("64", r"one row takes .* however many nodes there are; the deadline is 1.0 s"),
+        (
+            str(10**10),
+            r"to end in 1.0 s, the job needs [\d,]+ nodes of t4 or more, and takes .* on 1:",
+        ),
+    ],
+)
+def test_a_deadline_that_cannot_be_met_gets_a_sentence(
+    rows: str, message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = (*JOB, "--num-rows", rows, "--deadline-hours", str(1 / 3600), "--gen-len", "64")
+    assert run(["plan", "--model", model, "--hardware", "t4", *job, "--schedule", "in_place"]) == 1
+    assert re.search(message, words(capsys.readouterr().err))
+
+
+def test_here_is_this_machine(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "this_node", lambda: HOST)
+    found = planned(capsys, "--model", model, "--hardware", "here", *JOB)
+    plan = find_plan(ModelSpec.from_directory(model), HOST, WORKLOAD)
+    assert (found["hardware"], found["seconds"]) == ("no gpu", plan.job.seconds)
+
+
+@pytest.mark.parametrize("price", ["Infinity", "NaN", "1e300", "true", "0", "9" * 400])
+def test_prices_that_make_no_sense_are_refused(
+    price: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(f'{{"g6.8xlarge": {price}}}')
+    assert run(["plan", "--model", model, *JOB, "--prices", str(file)]) == 2
+    assert "g6.8xlarge has the price" in words(capsys.readouterr().err)

@@ -16,7 +16,7 @@ from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import GIB
+from raymoe.units import GIB, format_money, format_seconds
 from tests.tiny import make_checkpoint
 
 
@@ -230,6 +230,8 @@ def test_the_plan_of_the_job_comes_with_its_time_and_cost(model, num_actors):
     assert job.cost(3.6) == pytest.approx(expected.job.seconds / 1000)  # no cluster: on one node
     lines = job.describe(price_per_hour=3.6).splitlines()
     assert lines[0].startswith(f"plan: {40_000 // num_actors:,} rows; prompts of 100 tokens")
-    assert f"{num_actors * expected.tokens_per_s:,.0f} generated tokens/s" in lines[-1]
-    assert lines[-1].endswith(f"{job.cost(3.6) / 2:.3g} USD per million tokens")
+    assert f", {format_seconds(expected.job.seconds)} to generate, " in lines[2]
+    assert f"{num_actors * expected.tokens_per_s:,.0f} generated tokens/s" in lines[2]
+    million = format_money(job.cost(3.6) / 2, "EUR")
+    assert job.describe(3.6, "EUR").endswith(f" in all, {million} per million generated tokens")
     assert map_batches_kwargs("m").plan is None

@@ -7,10 +7,12 @@ import pytest
 from raymoe.assets import demo_model_path
 from raymoe.config import SamplingParams
 from raymoe.data.rows import RowReader
+from raymoe.data.tasks import reader_of
 from raymoe.data.workload import SAMPLED_ROWS, describe, resized, workload_of
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 
@@ -57,6 +59,32 @@ def test_prompt_tokens_of_earlier_rows_are_counted():
     assert found.shared_prompt_tokens == round(shared / 14)
     assert found.num_rows == 140
     assert f"of which {found.shared_prompt_tokens} are those of an earlier row" in describe(found)
+
+
+def test_rows_of_a_task_are_only_read_whatever_they_say_of_sampling():
+    table = pa.table({
+        "prompt": [[1, 2, 3], [4] * 9, []],
+        "continuation": [[5], [6, 7], [8] * 1100],
+        "sampling_params": ['{"max_tokens": 300}'] * 3,
+    })  # fmt: skip
+    reader = reader_of({"task": "score"})
+    found = workload_of(table, 30, demo_model_path(), reader)
+    assert not found.generates
+    assert "generated" not in describe(found)
+    longest = ModelSpec.from_directory(demo_model_path()).max_model_len
+    windows = [tokens for tokens, _ in found.row_lengths[2:]]
+    assert found.row_lengths[:2] == ((4, 1), (11, 1))
+    assert {generated for _, generated in found.row_lengths} == {1}
+    assert len(windows) == len(range(0, 1100 - 1, longest - 1))  # as the engine cuts documents
+    assert sum(windows) == 1100 + len(windows) - 1
+    assert found.num_rows == 10 * len(found.row_lengths)
+
+
+def test_a_workload_that_is_given_is_read_where_nothing_is_generated():
+    given = Workload.of_rows(((9, 70), (3, 50)))
+    assert given.without_generation().row_lengths == ((9, 1), (3, 1))
+    assert given.without_generation().total_generated_tokens == 2
+    assert not given.without_generation().generates
 
 
 def lognormal(generator, mean, size):
