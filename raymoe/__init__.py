@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from raymoe._version import __version__
+from raymoe.shadows import find_shadow, first_directory
 
 if TYPE_CHECKING:
     from raymoe.assets import demo_model_path
@@ -120,7 +121,14 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'raymoe' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        module = importlib.import_module(_HOMES[name])
+    except (ImportError, AttributeError) as error:
+        shadow = find_shadow(first_directory())
+        if shadow is None:
+            raise
+        raise ImportError(shadow) from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -18,6 +18,7 @@ import typer
 from raymoe._version import __version__
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.safe_text import harmless
+from raymoe.shadows import directories_of_workers, find_shadow, first_directory
 from raymoe.specs.files import is_hub_name, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
@@ -36,6 +37,7 @@ COMMANDS = {
     "doctor": "Check kernels, schedules and limits of this machine in at most five minutes.",
     "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
 }
+STARTS_RAY = {"generate", "serve", "demo"}
 COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}
 SLOW_S = 1.0
 EXIT_FAILED = 1
@@ -87,12 +89,13 @@ def _complete(arguments: Sequence[str]) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     is_debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    with _saying_if_slow(f"raymoe {name}: loading its libraries"):
-        module = importlib.import_module(f"raymoe.cli.{name}")
-    app.command()(module.run)
-    command = typer.main.get_command(app)
     try:
+        _check_shadows(name)
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        with _saying_if_slow(f"raymoe {name}: loading its libraries"):
+            module = importlib.import_module(f"raymoe.cli.{name}")
+        app.command()(module.run)
+        command = typer.main.get_command(app)
         command(args=arguments, prog_name=f"raymoe {name}")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
@@ -116,6 +119,14 @@ def _saying_if_slow(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _check_shadows(command: str) -> None:
+    """Refuse to run beside a file that hides a package that the command or its workers need."""
+    where = directories_of_workers() if command in STARTS_RAY else first_directory()
+    shadow = find_shadow(where)
+    if shadow is not None:
+        raise ConfigError(shadow)
 
 
 def _report(error: Exception) -> int:
