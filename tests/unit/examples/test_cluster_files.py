@@ -1,10 +1,13 @@
-"""The files for clusters hold together: Ray's schema, KubeRay's fields, and one version of Ray."""
+"""The files for clusters fit the schemas of Ray, KubeRay and Kubernetes, and each other."""
 
+import fnmatch
 import importlib
 import importlib.util
 import json
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +19,13 @@ import yaml
 from raymoe.cli import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-CLUSTER, RAYJOB = ROOT / "cluster.yaml", ROOT / "examples" / "kuberay-rayjob.yaml"
-DOCKERFILE = ROOT / "examples" / "Dockerfile"
-# Of the custom resource of KubeRay 1.5, what a job of ours uses; nothing else may be there.
-CONTAINER = {
-    "name": {"type": "string"},
-    "image": {"type": "string"},
-    "resources": {"type": "object"},
-    "securityContext": {"type": "object"},
-    "volumeMounts": {"type": "array"},
-}
-GROUP = {
-    "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
-    "template": {
-        "type": "object",
-        "required": ["spec"],
-        "additionalProperties": False,
-        "properties": {
-            "spec": {
-                "type": "object",
-                "required": ["containers"],
-                "additionalProperties": False,
-                "properties": {
-                    "containers": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["name", "image"],
-                            "additionalProperties": False,
-                            "properties": CONTAINER,
-                        },
-                    },
-                    "nodeSelector": {"type": "object"},
-                    "volumes": {"type": "array"},
-                },
-            }
-        },
-    },
-}
+EXAMPLES = ROOT / "examples"
+CLUSTER, RAYJOB = ROOT / "cluster.yaml", EXAMPLES / "kuberay-rayjob.yaml"
+STORAGE, DOCKERFILE = EXAMPLES / "kuberay-storage.yaml", EXAMPLES / "Dockerfile"
+USER, GROUP = 1000, 100  # of rayproject/ray: docker/base-deps/Dockerfile of Ray
+TEXT, BOOL, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+QUANTITY = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[kMGTP]i?|)$"}
+NAME = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
 
 
 def an_object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -65,36 +37,98 @@ def an_object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, An
     }
 
 
-RAYJOB_SCHEMA = an_object(
-    ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata={"type": "object"},
-    spec=an_object(
-        ("entrypoint", "rayClusterSpec"),
-        entrypoint={"type": "string"},
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode"]},
-        shutdownAfterJobFinishes={"type": "boolean"},
-        ttlSecondsAfterFinished={"type": "integer"},
-        backoffLimit={"type": "integer"},
-        rayClusterSpec=an_object(
-            ("headGroupSpec",),
-            rayVersion={"type": "string"},
-            headGroupSpec=an_object(("template",), **GROUP),
-            workerGroupSpecs={
-                "type": "array",
-                "items": an_object(
-                    ("groupName", "template"),
-                    groupName={"type": "string"},
-                    replicas={"type": "integer"},
-                    minReplicas={"type": "integer"},
-                    maxReplicas={"type": "integer"},
-                    **GROUP,
-                ),
-            },
-        ),
+def a_list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+def a_map(values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": values}
+
+
+# What we use of Kubernetes' Pod and claim and of the RayJob of KubeRay 1.5.1 (ray.io_rayjobs.yaml);
+# nothing else may be there. `test_kubernetes_takes_pods_and_claims` compares with all of it.
+POD = an_object(
+    ("containers",),
+    securityContext=an_object(
+        fsGroup=COUNT, fsGroupChangePolicy={"enum": ["Always", "OnRootMismatch"]}
+    ),
+    nodeSelector=a_map(TEXT),
+    containers=a_list(
+        an_object(
+            ("name", "image", "resources", "volumeMounts"),
+            name=NAME,
+            image=TEXT,
+            command=a_list(TEXT),
+            resources=an_object(limits=a_map(QUANTITY), requests=a_map(QUANTITY)),
+            securityContext=an_object(capabilities=an_object(add=a_list(TEXT))),
+            volumeMounts=a_list(
+                an_object(("name", "mountPath"), name=NAME, mountPath=TEXT, readOnly=BOOL)
+            ),
+        )
+    ),
+    volumes=a_list(
+        an_object(
+            ("name",),
+            name=NAME,
+            persistentVolumeClaim=an_object(("claimName",), claimName=NAME, readOnly=BOOL),
+            emptyDir=an_object(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
+        )
     ),
 )
+NODES = {"rayStartParams": a_map(TEXT), "template": an_object(("spec",), spec=POD)}
+OBJECTS = {
+    "RayJob": an_object(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": "ray.io/v1"},
+        kind=TEXT,
+        metadata=an_object(("name",), name=NAME),
+        spec=an_object(
+            ("entrypoint", "rayClusterSpec"),
+            entrypoint=TEXT,
+            submissionMode={"enum": ["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]},
+            shutdownAfterJobFinishes=BOOL,
+            ttlSecondsAfterFinished=COUNT,
+            backoffLimit=COUNT,
+            rayClusterSpec=an_object(
+                ("headGroupSpec",),
+                rayVersion=TEXT,
+                authOptions=an_object(mode={"enum": ["disabled", "token"]}, secretName=NAME),
+                headGroupSpec=an_object(("template",), **NODES),
+                workerGroupSpecs=a_list(
+                    an_object(
+                        ("groupName", "template"),
+                        groupName=NAME,
+                        replicas=COUNT,
+                        minReplicas=COUNT,
+                        maxReplicas=COUNT,
+                        **NODES,
+                    )
+                ),
+            ),
+        ),
+    ),
+    "PersistentVolumeClaim": an_object(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": "v1"},
+        kind=TEXT,
+        metadata=an_object(("name",), name=NAME),
+        spec=an_object(
+            ("accessModes", "resources"),
+            accessModes=a_list(
+                {"enum": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]}
+            ),
+            storageClassName=NAME,
+            resources=an_object(("requests",), requests=an_object(("storage",), storage=QUANTITY)),
+        ),
+    ),
+    "Pod": an_object(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": "v1"},
+        kind=TEXT,
+        metadata=an_object(("name",), name=NAME),
+        spec=POD,
+    ),
+}
 
 
 def ray_schema() -> dict[str, Any]:
@@ -104,36 +138,171 @@ def ray_schema() -> dict[str, Any]:
     return json.loads((Path(found.origin).parent / "autoscaler" / "ray-schema.json").read_text())
 
 
+def cluster() -> dict[str, Any]:
+    return yaml.safe_load(CLUSTER.read_text())
+
+
+def objects() -> list[dict[str, Any]]:
+    """Those of both files for Kubernetes, the job first."""
+    return [one for path in (RAYJOB, STORAGE) for one in yaml.safe_load_all(path.read_text())]
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    for one in objects():
+        if one["kind"] == "Pod":
+            yield one["spec"]
+        elif one["kind"] == "RayJob":
+            groups = one["spec"]["rayClusterSpec"]
+            for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
+                yield group["template"]["spec"]
+
+
+def check(command: str, name: str) -> dict[str, Any]:
+    """Parse a command line of ours; return its options."""
+    words = shlex.split(command)
+    assert words[:2] == ["raymoe", name]
+    assert name in COMMANDS
+    app = typer.Typer()
+    app.command()(importlib.import_module(f"raymoe.cli.{name}").run)
+    return typer.main.get_command(app).make_context("raymoe", words[2:]).params
+
+
 def test_the_cluster_launcher_takes_the_cluster() -> None:
-    cluster = yaml.safe_load(CLUSTER.read_text())
-    jsonschema.validate(cluster, ray_schema())
-    assert cluster["head_node_type"] in cluster["available_node_types"]
+    jsonschema.validate(cluster(), ray_schema())
+    assert cluster()["head_node_type"] in cluster()["available_node_types"]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(cluster | {"head_node": 1}, ray_schema())
+        jsonschema.validate(cluster() | {"head_node": 1}, ray_schema())
+
+
+def test_the_launcher_itself_fills_in_the_cluster() -> None:
+    """Ray's own steps before it asks the cloud: defaults, merged commands, and its checks."""
+    util = importlib.import_module("ray.autoscaler._private.util")
+    filled = util.prepare_config(cluster())
+    util.validate_config(filled)
+    for kind in filled["available_node_types"].values():
+        assert kind["resources"] == {} or set(kind["resources"]) <= {"CPU", "GPU", "memory"}
+    assert filled["setup_commands"] == cluster()["setup_commands"]
+
+
+def test_the_cluster_installs_what_it_mounts_and_knows_the_token() -> None:
+    mounts = cluster()["file_mounts"]
+    (checkout,) = (remote for remote, local in mounts.items() if local == ".")
+    assert cluster()["setup_commands"] == [f"pip install {checkout}"]
+    assert mounts["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
+    options = cluster()["docker"]["run_options"]
+    assert "--env=RAY_AUTH_MODE=token" in options
+    # What the nodes share is mounted on the machine and in the container, and is the user's.
+    before = cluster()["initialization_commands"]
+    mounted = re.compile(r"mountpoint -q /data \|\| sudo mount -t nfs4 .* /data$")
+    assert any(mounted.match(one) for one in before)
+    assert before[-1] == f"sudo chown {USER}:{GROUP} /data"
+    assert "--volume=/data:/data" in options
 
 
 def test_kuberay_takes_the_job() -> None:
-    job = yaml.safe_load(RAYJOB.read_text())
-    jsonschema.validate(job, RAYJOB_SCHEMA)
+    for one in objects():
+        jsonschema.validate(one, OBJECTS[one["kind"]])
+    job = objects()[0]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(job | {"spec": job["spec"] | {"entryPoint": ""}}, RAYJOB_SCHEMA)
-    groups = job["spec"]["rayClusterSpec"]
-    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
+        jsonschema.validate(job | {"spec": job["spec"] | {"entryPoint": ""}}, OBJECTS["RayJob"])
+    # Checks of KubeRay's own that its schema does not have (validation.go).
+    assert job["spec"]["shutdownAfterJobFinishes"] or not job["spec"]["ttlSecondsAfterFinished"]
+    assert tuple(map(int, job["spec"]["rayClusterSpec"]["rayVersion"].split("."))) >= (2, 52, 0)
+    assert job["spec"]["rayClusterSpec"]["authOptions"]["mode"] == "token"
+
+
+def test_pods_find_their_claims_and_may_write_on_them() -> None:
+    claims = {
+        one["metadata"]["name"]: one["spec"]
+        for one in objects()
+        if one["kind"] == "PersistentVolumeClaim"
+    }
+    assert all(claim["accessModes"] == ["ReadWriteMany"] for claim in claims.values())
+    used = set()
+    for pod in pods():
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        used |= {
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in volumes.values()
+            if "persistentVolumeClaim" in volume
+        }
+        assert pod["securityContext"]["fsGroup"] == GROUP
         for container in pod["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+    assert used == claims.keys()
 
 
-def test_the_job_of_kuberay_is_one_of_our_commands() -> None:
-    words = yaml.safe_load(RAYJOB.read_text())["spec"]["entrypoint"].split()
-    assert words[0] == "raymoe"
-    assert words[1] in COMMANDS
-    app = typer.Typer()
-    app.command()(importlib.import_module(f"raymoe.cli.{words[1]}").run)
-    given = typer.main.get_command(app).make_context("raymoe", words[2:]).params
+@pytest.mark.slow
+def test_kubernetes_takes_pods_and_claims() -> None:
+    """Its whole published schema, in which unknown fields are errors."""
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="in the extra `slow`")
+    whole = [one for one in objects() if one["kind"] != "RayJob"]
+    whole += [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"pod-{i}"}, "spec": pod}
+        for i, pod in enumerate(pods())
+    ]
+    version = kubernetes.latest_version()
+    for one in whole:
+        kubernetes.validate(one, version, strict=True)
+    with pytest.raises(kubernetes.ValidationError):
+        kubernetes.validate(whole[-1] | {"specs": {}}, version, strict=True)
+
+
+def test_the_job_of_kuberay_is_one_of_our_commands_on_what_is_mounted() -> None:
+    job = objects()[0]["spec"]
+    given = check(job["entrypoint"], "generate")
     assert given["resume"]
     assert given["id_column"] == "id"
+    assert given["num_actors"] == job["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    mounted = {mount["mountPath"] for mount in head["volumeMounts"]}
+    for name in ("model", "input_", "output"):
+        assert any(given[name].startswith(f"{path}/") for path in mounted)
+
+
+def test_comments_give_commands_that_exist() -> None:
+    """Of the files themselves, line by line: what is told to be run names files that are there."""
+    for path in (CLUSTER, RAYJOB, STORAGE, DOCKERFILE):
+        told = re.findall(r"^# {2,}(\w.*)$", path.read_text(), re.MULTILINE)
+        named = set(re.findall(r"\S+\.(?:yaml|py)\b|\S*Dockerfile", "\n".join(told)))
+        assert [one for one in named if not (ROOT / one).exists()] == []
+        assert told
+
+
+def test_images_are_named_by_digest_or_say_how_to_find_it() -> None:
+    for pod in pods():
+        for container in pod["containers"]:
+            assert re.fullmatch(r"\S+@sha256:(DIGEST|[0-9a-f]{64})", container["image"])
+    for path in (CLUSTER, DOCKERFILE):
+        text = path.read_text()
+        assert "docker buildx imagetools inspect" in text
+        assert all(len(one) == 64 for one in re.findall(r"@sha256:([0-9a-f]+)", text))
+
+
+def is_in_the_image(path: str) -> bool:
+    """Whether .dockerignore leaves a file there; the last rule for it or a folder of it counts."""
+    folders = [path, *map(str, Path(path).parents)]
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").replace("**/", "*")
+            if any(fnmatch.fnmatch(one, pattern) for one in folders):
+                kept = line.startswith("!")
+    return kept
+
+
+def test_an_image_gets_what_pip_needs_and_nothing_else() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    project, build = tomllib.loads(text)["project"], tomllib.loads(text)["tool"]["scikit-build"]
+    needed = [
+        *("pyproject.toml", project["readme"], *project["license-files"]),
+        *(f"{build['cmake']['source-dir']}/CMakeLists.txt", build["metadata"]["version"]["input"]),
+        *("raymoe/assets/prices.json", "raymoe/assets/demo_model/model.safetensors"),
+    ]
+    assert [one for one in needed if not (ROOT / one).exists() or not is_in_the_image(one)] == []
+    others = (".git/config", ".venv/bin/python", "answers/part.parquet", ".env", "auth_token",
+              "tests/tiny.py", "raymoe/__pycache__/cli.pyc", "raymoe/native.so")  # fmt: skip
+    assert [one for one in others if is_in_the_image(one)] == []
 
 
 def test_all_files_name_one_version_of_ray_that_we_support() -> None:
