@@ -1,4 +1,7 @@
-"""Two models in one pipeline: one generates, the other judges, and the good answers are counted."""
+"""Two models in one pipeline: one generates, the other judges, and the good answers are counted.
+
+python examples/generate_and_judge.py
+"""
 
 import ray
 
