@@ -1,7 +1,7 @@
 """Rank nodes for five models: `python -m tests.scale.rank_nodes [--write]` prints two tables.
 
 It runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000 --max-context
-4096 --json` for each. The first table is that of README.md, the second that of RESULTS.md, and
+4096 --json` for each. The first table is that of docs/nodes.md, the second that of RESULTS.md, and
 `--write` puts them there.
 """
 
@@ -129,7 +129,7 @@ def main() -> None:
     print(f"Prices: {prices['source']} ({prices['date']}). API: {API_PRICES}.\n")
     print("\n".join([*short, "", *long]))
     if "--write" in sys.argv:
-        replace_table(ROOT / "README.md", SHORT, "\n".join(short))
+        replace_table(ROOT / "docs" / "nodes.md", SHORT, "\n".join(short))
         replace_table(ROOT / "raymoe" / "bench" / "RESULTS.md", LONG, "\n".join(long))
 
 
