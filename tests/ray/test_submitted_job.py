@@ -1,6 +1,7 @@
-"""The README's job, submitted to a head as users do it: every id once, and the job's exit code.
+"""The job of docs/clusters.md, submitted as users do it: every id once, and the job's exit code.
 
-The head is a process of this test with ports, token and temporary directory of its own. It needs
+The head is a process of this test with ports, home and temporary directory of its own, and with the
+token that any start of Ray leaves in a home. Nothing tells Ray to use it. The head needs
 ``ray[default]``, which has the server that jobs are submitted to.
 """
 
@@ -52,25 +53,32 @@ def free_ports(count):
         return [each.getsockname()[1] for each in sockets]
 
 
-def environment():
-    """That of the head, its jobs and those who submit them."""
+def environment(home, token):
+    """That of a machine with Ray's defaults: of the head and its jobs, and of who submits them."""
     scripts = sysconfig.get_path("scripts")
     variables = {**os.environ, "PATH": os.pathsep.join((scripts, os.environ["PATH"]))}
-    variables.pop("RAY_ADDRESS", None)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        variables.pop(name, None)
+    home.mkdir()
+    if token:
+        (home / ".ray").mkdir()
+        (home / ".ray" / "auth_token").write_text(token)
     places = [str(Path(raymoe.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(":")]
     return variables | {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, places))),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "HOME": str(home),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 
 
+BY_HAND = {"RAY_AUTH_MODE": "token"}  # what Ray's own client needs besides
+
+
 @pytest.fixture
-def head():
-    """The address of the dashboard, and the environment that has its token."""
+def head(tmp_path):
+    """The address of the dashboard, and the environment of its machine."""
     pytest.importorskip("aiohttp_cors", reason="jobs need a head with ray[default]")
-    variables = environment()
+    variables = environment(tmp_path / "home", secrets.token_hex(32))
     directory = tempfile.mkdtemp(prefix="raymoe-", dir="/tmp")  # Ray's sockets need a short path
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     command = [
@@ -99,7 +107,7 @@ def wait_until_ready(address, process, variables, log):
         assert process.poll() is None, log.read_text()
         listed = subprocess.run(
             ["ray", "job", "list", "--address", address],
-            env=variables,
+            env=variables | BY_HAND,
             capture_output=True,
             check=False,
         )
@@ -124,10 +132,10 @@ def end(process):
     process.wait()
 
 
-def readme_job(values):
-    """The command that the README prints, with other values for its options."""
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    (line,) = re.findall(r"^python (examples/submit_job\.py .*)$", text, re.MULTILINE)
+def documented_job(values):
+    """The command that the page on clusters prints, with other values for its options."""
+    text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", " ")
+    (line,) = set(re.findall(r"^python (examples/submit_job\.py .*)$", text, re.MULTILINE))
     words = shlex.split(line)
     for option, value in values.items():
         words[words.index(option) + 1] = str(value)
@@ -142,7 +150,7 @@ def submit(words, address, variables):
     )  # fmt: skip
 
 
-def test_the_job_of_the_readme_runs_on_a_head(head, tmp_path):
+def test_the_documented_job_runs_on_a_head(head, tmp_path):
     address, variables = head
     model = make_checkpoint(tmp_path / "model")
     table = pa.table({"id": range(NUM_ROWS), "prompt": [f"row {i}" for i in range(NUM_ROWS)]})
@@ -150,7 +158,7 @@ def test_the_job_of_the_readme_runs_on_a_head(head, tmp_path):
     pq.write_table(table, tmp_path / "prompts" / "part.parquet")
     output = tmp_path / "answers"
     values = {"--model": model, "--input": tmp_path / "prompts", "--output": output}
-    words = readme_job(values | {"--num-actors": 1})
+    words = documented_job(values | {"--num-actors": 1})
 
     done = submit([*words, "--max-tokens", "4"], address, variables)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,7 +170,7 @@ def test_the_job_of_the_readme_runs_on_a_head(head, tmp_path):
     (job,) = re.findall(r"^job (\S+);", done.stderr, re.MULTILINE)
     status = subprocess.run(
         ["ray", "job", "status", job, "--address", address],
-        env=variables, capture_output=True, text=True, check=False,
+        env=variables | BY_HAND, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "succeeded" in status.stdout + status.stderr
 
@@ -170,11 +178,30 @@ def test_the_job_of_the_readme_runs_on_a_head(head, tmp_path):
     by_hand = subprocess.run(
         ["ray", "job", "submit", "--address", address, "--", "raymoe", "generate",
          *words[words.index("--") + 1 :], "--max-tokens", "4"],
-        env=variables, capture_output=True, text=True, check=False, timeout=300,
+        env=variables | BY_HAND, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert by_hand.returncode == 0, by_hand.stdout + by_hand.stderr
     assert f"{NUM_ROWS} of {NUM_ROWS} rows are already written" in by_hand.stdout + by_hand.stderr
 
-    failed = submit(readme_job(values | {"--input": tmp_path / "none"}), address, variables)
+    failed = submit(documented_job(values | {"--input": tmp_path / "none"}), address, variables)
     assert failed.returncode == 1
     assert f"--input {tmp_path}/none: no file" in failed.stdout
+    assert failed.stderr.splitlines()[-1].endswith("command failed with exit code 2")
+
+    again = submit(["examples/submit_job.py", "--job-id", job, *words[1:]], address, variables)
+    assert again.returncode == 1
+    assert again.stderr.startswith(f"job {job} was submitted before: ")
+    assert again.stderr.count("\n") == 1
+    _check_strangers(words, address, tmp_path)
+
+
+def _check_strangers(words, address, directory):
+    """Machines with another token or none are told so, in one line."""
+    for name, token, told in (
+        ("without", None, "asks for a token and this machine has none"),
+        ("other", secrets.token_hex(32), f"refuses the token in {directory}/other/.ray/auth_token"),
+    ):
+        done = submit(words, address, environment(directory / name, token))
+        assert done.returncode == 1
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1
