@@ -7,7 +7,9 @@ leave out the text of a message or write it as Python writes lists, the chat is 
 
 import functools
 import json
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,6 +22,7 @@ Frame = tuple[Message, bytes]
 Answer = Callable[[Message, bytes], Frame]
 Templates = str | dict[str, str]
 
+SAFE_GLOBALS = runpy.run_path(str(Path(__file__).with_name("sandbox.py")))["GLOBALS"]
 MAX_REASON_CHARACTERS = 1000
 
 
@@ -37,38 +40,13 @@ def choose_template(templates: Templates, *, has_tools: bool) -> str:
     return templates[name]
 
 
-class SafeNamespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore, as in transformers 5.24."""
-
-    # As in jinja2: `self` may be a key too.
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        jinja2.utils.Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **kwargs).items():
-            args[0][name] = value
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
-class SafeDict:
-    """Makes dicts, and is no type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
 @functools.lru_cache
 def environment_of(source: str) -> jinja2.Environment:
     """Return the environment in which transformers renders a template, made safe if it is old."""
     template: jinja2.Template = chat_template_utils._compile_jinja_template(source)  # noqa: SLF001
     environment = template.environment
     if environment.globals["namespace"] is jinja2.utils.Namespace:
-        environment.globals |= {"namespace": SafeNamespace, "dict": SafeDict()}
+        environment.globals |= SAFE_GLOBALS
     return environment
 
 
