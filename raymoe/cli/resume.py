@@ -32,13 +32,14 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raymoe.cli.sources import INPUT_ERROR_COLUMN, Source
+from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
 from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.journal import journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
+from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.data.quarantine import in_flight_files
 from raymoe.data.status import (
     NO_RUNS,

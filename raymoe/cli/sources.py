@@ -1,13 +1,16 @@
-"""Input of a job: parquet and JSON lines, as files, directories, globs or URIs."""
+"""Input of a job: parquet, JSON lines, CSV and Arrow, as files, directories, globs or URIs."""
 
 import codecs
-import dataclasses
+import contextlib
 import functools
+import io
+import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -16,9 +19,11 @@ import pyarrow.parquet as pq
 import ray
 import ray.data
 
+from raymoe.cli.csv_rows import CsvHeader, CsvRow, CsvRows, read_header
 from raymoe.cli.storage import NUM_READERS, Location, help_for, reason_of
+from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
 from raymoe.data.rows import shown
-from raymoe.errors import ConfigError
+from raymoe.errors import CheckpointError, ConfigError
 from raymoe.openai.batch import (
     BATCH_COLUMNS,
     ID_COLUMN,
@@ -26,28 +31,44 @@ from raymoe.openai.batch import (
     TEXT_COLUMNS,
     read_requests,
 )
+from raymoe.specs.files import parse_json_object
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET, JSON_LINES, CSV, ARROW = "parquet", "JSON lines", "CSV", "Arrow"
+COMPRESSED, ARROW_MAGIC = ".gz", b"ARROW1"
+SUFFIXES = {
+    PARQUET: (".parquet", ".pq"),
+    JSON_LINES: (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    CSV: (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    ARROW: (".arrow",),
+}
 
 
 def find_files(pattern: str) -> tuple[Location, ...]:
     """Return the input files of one format, sorted by name.
 
+    Those of a directory that `save_to_disk` of the library `datasets` wrote are the ones that it
+    lists: others there are caches, or left from before.
+
     Raises:
         ConfigError: There are none, or of two formats, or the file system refuses.
     """
     root = Location.parse(pattern)
-    found = _find(root)
-    known = (*PARQUET_SUFFIXES, *JSONL_SUFFIXES)
-    files = tuple(sorted((one for one in found if one.suffix in known), key=lambda one: one.path))
+    found = _saved_dataset(root) or _find(root)
+    files = tuple(sorted((one for one in found if kind_of(one)), key=lambda one: one.path))
     if not files:
-        kinds = ", ".join(known)
+        known = ", ".join(one for suffixes in SUFFIXES.values() for one in suffixes)
         found_some = f" ({len(found)} files of other kinds)" if found else ""
-        raise ConfigError(f"--input {root}: no file that ends in {kinds}{found_some}")
-    if len({file.suffix in JSONL_SUFFIXES for file in files}) > 1:
-        raise ConfigError(f"--input {root}: both parquet and JSON lines; name one kind by a glob")
+        raise ConfigError(f"--input {root}: no file that ends in {known}{found_some}")
+    kinds = [kind for kind in SUFFIXES if kind in {kind_of(file) for file in files}]
+    if len(kinds) > 1:
+        raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")
     return files
+
+
+def kind_of(file: Location) -> str:
+    """Return the key of `SUFFIXES` by the file's name; "" for other files."""
+    name = file.name.lower()
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
 
 
 def _find(root: Location) -> list[Location]:
@@ -60,9 +81,46 @@ def _find(root: Location) -> list[Location]:
     return found if found or root.is_local or set(root.path) & set("*?[") else root.files()
 
 
-INPUT_ERROR_COLUMN = "__input_error__"
+def _saved_dataset(root: Location) -> list[Location]:
+    """Return the files of a directory that `save_to_disk` wrote; [] for others.
+
+    Raises:
+        ConfigError: It holds several datasets, or lists files in a way that is not known.
+    """
+    if not root.is_dir():
+        return []
+    if root.child("dataset_dict.json").is_file():
+        found = _read_object(root.child("dataset_dict.json")).get("splits")
+        names = [str(name) for name in found] if isinstance(found, list) else []
+        splits = ", ".join(names) or "no split"
+        raise ConfigError(f"--input {root} is a DatasetDict with {splits}; name one split, such as "
+                          f"--input {root}/{names[0] if names else 'train'}")  # fmt: skip
+    state_file = root.child("state.json")
+    if not (state_file.is_file() and root.child("dataset_info.json").is_file()):
+        return []
+    state = _read_object(state_file)
+    listed = state.get("_data_files")
+    files = listed if isinstance(listed, list) else []
+    listed_names: list[Any] = [one.get("filename") for one in files if isinstance(one, dict)]
+    plain = [name for name in listed_names if name == PurePosixPath(str(name)).name]
+    if not plain or len(plain) != len(files) or state.get("_indices_data_files"):
+        raise ConfigError(f"{state_file} lists no files as save_to_disk does today; load the "
+                          "dataset with load_from_disk and save it again")  # fmt: skip
+    return [root.child(name) for name in plain]
+
+
+def _read_object(file: Location) -> dict[str, Any]:
+    with file.explained("read"):
+        data = file.read_bytes()
+    try:
+        return parse_json_object(data, where=str(file))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 SPLIT_BYTES = 4 << 20
 SPLIT_ROWS = 4096
+WHOLE = -1  # as the size of a split: up to the end of the file
 MAX_INT64 = 2**63 - 1
 MAX_EXACT_DOUBLE = 2**53
 
@@ -76,11 +134,75 @@ _WIDTH_OF_ZEROS = {(1, 3): 16, (0, 2): 16, (1, 2, 3): 32, (0, 1, 2): 32}
 
 
 class Split(NamedTuple):
-    """Some lines of one file; the unit that a Ray task reads."""
+    """Some rows of one file; the unit that a Ray task reads.
+
+    Attributes:
+        offset: Where they begin: a byte of text, a record batch of Arrow, a row group of parquet.
+        size: How many bytes, record batches or row groups there are.
+        num_rows: How many rows of them count.
+        line: Number of the first line of text.
+    """
 
     path: str
     offset: int
-    num_bytes: int
+    size: int
+    num_rows: int
+    line: int = 1
+
+
+class Piece(NamedTuple):
+    """The smallest part of a file between which a split may end: a row of text, or more."""
+
+    size: int
+    num_rows: int
+    num_lines: int = 0
+
+
+class Cutter:
+    """Cuts files into splits while their rows are counted.
+
+    Attributes:
+        limit: Rows that count; None is all.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.splits: list[Split] = []
+        self.num_rows, self._limit = 0, limit
+
+    @property
+    def is_full(self) -> bool:
+        return self._limit is not None and self.num_rows >= self._limit
+
+    def cut(
+        self,
+        file: Location,
+        pieces: Iterable[Piece],
+        *,
+        offset: int = 0,
+        line: int = 1,
+        is_whole: bool = False,
+    ) -> None:
+        """Cut one file.
+
+        Args:
+            offset: Where the first piece begins.
+            is_whole: The file can only be read from its start.
+        """
+        size = rows = lines = 0
+        for piece in pieces:
+            size, rows = size + piece.size, rows + piece.num_rows
+            lines, self.num_rows = lines + piece.num_lines, self.num_rows + piece.num_rows
+            if self.is_full:
+                break
+            if not is_whole and (size >= SPLIT_BYTES or rows >= SPLIT_ROWS):
+                self.splits.append(Split(file.path, offset, size, rows, line))
+                offset, line = offset + size, line + lines
+                size = rows = lines = 0
+        if self._limit is not None and self.num_rows > self._limit:
+            rows, self.num_rows = rows - (self.num_rows - self._limit), self._limit
+        if rows:
+            size = WHOLE if is_whole else size
+            self.splits.append(Split(file.path, offset, size, rows, line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,35 +272,40 @@ def _check_encoding(file: Location, line: bytes) -> None:
 
 
 def scan(
-    files: Sequence[Location], prompt_columns: Collection[str], id_column: str | None
+    files: Sequence[Location],
+    prompt_columns: Collection[str],
+    id_column: str | None,
+    limit: int | None = None,
 ) -> JsonlScan:
+    """Read JSON lines once, to find columns, ids and splits.
+
+    Args:
+        limit: Lines after so many rows are not read.
+    """
     kinds: dict[str, set[str]] = {}
-    splits: list[Split] = []
     ids: list[Any] = []
-    num_rows = 0
-    for file in files:
-        begin = size = rows = 0
-        for line in _lines(file):
-            if begin == size == 0:
+    cutter = Cutter(limit)
+
+    def pieces(file: Location) -> Iterator[Piece]:
+        for number, line in enumerate(_lines(file)):
+            if number == 0:
                 _check_encoding(file, line)
-            size += len(line)
-            if _has_content(line):
-                record, _ = parse_line(line)
-                for key, value in (record or {}).items():
-                    kinds.setdefault(key, set()).add(_kind(value))
-                if id_column is not None and record is not None:
-                    ids += [one for one in (record.get(id_column),) if _encodes(one)]
-                rows += 1
-            if size >= SPLIT_BYTES or rows >= SPLIT_ROWS:
-                splits.append(Split(file.path, begin, size))
-                begin, num_rows, size, rows = begin + size, num_rows + rows, 0, 0
-        if rows:
-            splits.append(Split(file.path, begin, size))
-            num_rows += rows
+            has_content = _has_content(line)
+            record = parse_line(line)[0] if has_content else None
+            for key, value in (record or {}).items():
+                kinds.setdefault(key, set()).add(_kind(value))
+            if id_column is not None and record is not None:
+                ids.extend(one for one in (record.get(id_column),) if _encodes(one))
+            yield Piece(len(line), has_content, 1)
+
+    for file in files:
+        if not cutter.is_full:
+            cutter.cut(file, pieces(file), is_whole=_is_compressed(file))
     if not kinds:
         raise ConfigError(f"no JSON object in {', '.join(map(str, files[:3]))}")
     layout = _choose_format(kinds, prompt_columns)
-    return JsonlScan(layout=layout, splits=tuple(splits), num_rows=num_rows, ids=ids)
+    splits = tuple(cutter.splits)
+    return JsonlScan(layout=layout, splits=splits, num_rows=cutter.num_rows, ids=ids)
 
 
 def read_split(table: pa.Table, *, layout: JsonlFormat, root: Location) -> pa.Table:
@@ -188,19 +315,25 @@ def read_split(table: pa.Table, *, layout: JsonlFormat, root: Location) -> pa.Ta
         root: Anything of the file system that has the files.
     """
     splits = [Split(**row) for row in table.to_pylist()]
-    return pa.concat_tables([_read_one(one, layout, root.at(one.path)) for one in splits])
+    tables = [table for one in splits for table in read_jsonl(one, layout=layout, root=root)]
+    return pa.concat_tables(tables)
 
 
-def _read_one(split: Split, layout: JsonlFormat, location: Location) -> pa.Table:
-    with location.open_file() as file:
-        lines = file.read_at(split.num_bytes, split.offset).splitlines(keepends=True)
+def read_jsonl(split: Split, *, layout: JsonlFormat, root: Location) -> Iterator[pa.Table]:
+    """Yield the rows of a split, with a column of what is wrong with their lines."""
+    location = root.at(split.path)
+    numbered = enumerate(_lines_of(split, location), split.line)
+    rows = ((number, line) for number, line in numbered if _has_content(line))
+    for some in _in_tables(rows, split):
+        yield _jsonl_table(some, layout, location)
+
+
+def _jsonl_table(
+    lines: Iterable[tuple[int, bytes]], layout: JsonlFormat, location: Location
+) -> pa.Table:
     columns: dict[str, list[Any]] = {name: [] for name in layout.schema.names}
     errors = []
-    offset = split.offset
-    for line in lines:
-        begin, offset = offset, offset + len(line)
-        if not _has_content(line):
-            continue
+    for number, line in lines:
         record, error = parse_line(line)
         for field in layout.schema:
             try:
@@ -209,10 +342,32 @@ def _read_one(split: Split, layout: JsonlFormat, location: Location) -> pa.Table
                 error = error or f"column {field.name!r} {problem}"
                 cell = None
             columns[field.name].append(cell)
-        # The place makes the text unique: a resumed run knows lines without an id by it.
-        errors.append(f"{error} ({location}, byte {begin})" if error else "")
+        errors.append(_at(error, location, number))
     arrays = {field.name: pa.array(columns[field.name], field.type) for field in layout.schema}
     return pa.table({**arrays, INPUT_ERROR_COLUMN: pa.array(errors, pa.string())})
+
+
+def _at(error: str, location: Location, line: int) -> str:
+    # The place makes the text unique: a resumed run knows lines without an id by it.
+    return f"{error} ({location}, line {line})" if error else ""
+
+
+def _in_tables(rows: Iterable[Any], split: Split) -> Iterator[list[Any]]:
+    """Yield the rows of a split, as many at once as a table gets."""
+    left = itertools.islice(rows, split.num_rows)
+    while some := list(itertools.islice(left, SPLIT_ROWS)):
+        yield some
+
+
+def _lines_of(split: Split, location: Location) -> Iterator[bytes]:
+    if split.size == WHOLE:
+        with location.open_lines() as file:
+            file.read(split.offset)
+            yield from file
+        return
+    with location.open_file() as opened:
+        data = opened.read_at(split.size, split.offset)
+    yield from io.BytesIO(data)
 
 
 def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
@@ -293,6 +448,52 @@ def _lines(location: Location) -> Iterator[bytes]:
         yield from file
 
 
+def _is_compressed(file: Location) -> bool:
+    return file.name.lower().endswith(COMPRESSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvFormat:
+    """The columns of a set of CSV files; all are text, and null where a cell is empty."""
+
+    schema: pa.Schema
+    headers: Mapping[str, CsvHeader]
+
+
+def read_csv(split: Split, *, layout: CsvFormat, root: Location) -> Iterator[pa.Table]:
+    """Yield the rows of a split, with a column of what is wrong with them."""
+    location, header = root.at(split.path), layout.headers[split.path]
+    rows = CsvRows(_lines_of(split, location), header.separator, split.line)
+    for some in _in_tables((row for row in rows if row.has_content), split):
+        yield _csv_table(some, header, layout, location)
+
+
+def _csv_table(
+    rows: Iterable[CsvRow], header: CsvHeader, layout: CsvFormat, location: Location
+) -> pa.Table:
+    columns: dict[str, list[str | None]] = {name: [] for name in layout.schema.names}
+    errors = []
+    for row in rows:
+        cells = _csv_cells(row, header)
+        error = row.error
+        if not cells and not error:
+            text = shown(header.separator.join(row.cells))
+            error = f"the row has {len(row.cells)} cells, the header {len(header.names)}: {text}"
+        for name, column in columns.items():
+            column.append(cells.get(name) or None)
+        errors.append(_at(error, location, row.line))
+    arrays = {name: pa.array(cells, pa.string()) for name, cells in columns.items()}
+    return pa.table({**arrays, INPUT_ERROR_COLUMN: pa.array(errors, pa.string())})
+
+
+def _csv_cells(row: CsvRow, header: CsvHeader) -> dict[str, str]:
+    """Return the cells by name; none of a row that has not one for each column."""
+    is_whole = len(row.cells) == len(header.names)
+    return dict(zip(header.names, row.cells, strict=True)) if is_whole else {}
+
+
+# What a task reads of a split; sent to Ray's workers, so it holds no ids.
+Reader = Callable[[Split], Iterator[pa.Table]]
 FORMS = ("auto", "table", "openai-batch")
 
 
@@ -340,32 +541,67 @@ class ParquetSource(Source):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonlSource(Source):
-    """JSON lines, read by our own reader: one bad line is one bad row."""
+class SplitSource(Source):
+    """Files that our own readers read: one bad row of text is one error row."""
 
-    scanned: JsonlScan
-    error_column: str | None = INPUT_ERROR_COLUMN
+    splits: tuple[Split, ...]
+    read: Reader
 
     def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        for split in self.scanned.splits:
-            listed = pa.Table.from_pylist([split._asdict()])
-            table = read_split(listed, layout=self.scanned.layout, root=self.files[0])
-            if self.is_batch:
-                table = read_requests(table, error_column=INPUT_ERROR_COLUMN)
-            yield table.select([name for name in columns if name in table.column_names])
+        for split in self.splits:
+            for table in self.read(split):
+                yield table.select([name for name in columns if name in table.column_names])
 
     def dataset(self) -> ray.data.Dataset:
-        lines = self._lines()
-        if not self.is_batch:
-            return lines
-        read = functools.partial(read_requests, error_column=INPUT_ERROR_COLUMN)
-        return lines.map_batches(read, batch_size=None, batch_format="pyarrow")
-
-    def _lines(self) -> ray.data.Dataset:
-        splits = [split._asdict() for split in self.scanned.splits]
+        splits = [split._asdict() for split in self.splits]
         listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
-        read = functools.partial(read_split, layout=self.scanned.layout, root=self.files[0])
+        read = functools.partial(_read_listed, read=self.read)
         return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
+
+
+def _read_listed(listed: pa.Table, *, read: Reader) -> Iterator[pa.Table]:
+    for row in listed.to_pylist():
+        yield from read(Split(**row))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplatedSource(Source):
+    """Rows of another source, with the prompts that a template makes of them."""
+
+    base: Source
+    template: PromptTemplate
+
+    @classmethod
+    def of(cls, base: Source, template: PromptTemplate) -> "TemplatedSource":
+        """Return the rows of `base` with one more column.
+
+        Raises:
+            ConfigError: The template does not fit the columns.
+        """
+        template = replace(template, json_columns=base.json_columns)
+        template.check(base.schema.names)
+        column = template.output_column
+        is_json = column == template.operator_columns["messages_column"]
+        return cls(
+            files=base.files,
+            schema=base.schema.append(pa.field(column, pa.string())),
+            num_rows=base.num_rows,
+            ids=base.ids,
+            json_columns=base.json_columns | ({column} if is_json else set()),
+            error_column=INPUT_ERROR_COLUMN,
+            base=base,
+            template=template,
+        )
+
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        needed = {*self.template.columns(self.base.schema.names), *columns, INPUT_ERROR_COLUMN}
+        for table in self.base.tables([*needed]):
+            made = self.template.apply(table)
+            yield made.select([name for name in columns if name in made.column_names])
+
+    def dataset(self) -> ray.data.Dataset:
+        apply = self.template.apply
+        return self.base.dataset().map_batches(apply, batch_size=None, batch_format="pyarrow")
 
 
 def open_source(
@@ -374,6 +610,7 @@ def open_source(
     text_columns: Collection[str] = ("prompt",),
     id_column: str | None,
     form: str = "auto",
+    limit: int | None = None,
 ) -> Source:
     """Find the files of a path, directory or glob, and read their columns and ids.
 
@@ -381,6 +618,7 @@ def open_source(
         pattern: The path, directory or glob, or the URI of one.
         text_columns: Those with text or token ids: prompts, and what is scored after them.
         form: One of `FORMS`: what JSON lines are; "auto" looks at their keys.
+        limit: Only the first rows count, in the order of the files' names; None is all.
 
     Raises:
         ConfigError: Nothing is there, two formats are mixed, or ids are missing or not unique.
@@ -388,18 +626,146 @@ def open_source(
     if form not in FORMS:
         raise ConfigError(f"--format is {form!r}; it must be one of {', '.join(FORMS)}")
     files = find_files(pattern)
-    is_jsonl = files[0].suffix in JSONL_SUFFIXES
-    if form == "openai-batch" and not is_jsonl:
-        raise ConfigError("--format openai-batch takes JSON lines, not parquet")
-    if is_jsonl and form != "table" and (form == "openai-batch" or _has_requests(files)):
-        return _open_batch(files)
-    if is_jsonl:
-        source: Source = _open_jsonl(files, text_columns, id_column)
-    else:
+    kind = kind_of(files[0])
+    if form == "openai-batch" and kind != JSON_LINES:
+        raise ConfigError(f"--format openai-batch takes JSON lines, not {kind}")
+    is_batch = form == "openai-batch"
+    if kind == JSON_LINES and (is_batch or (form == "auto" and _has_requests(files))):
+        return _open_batch(files, limit)
+    if kind == JSON_LINES:
+        source: Source = _open_jsonl(files, text_columns, id_column, limit)
+    elif kind == CSV:
+        source = _open_csv(files, id_column, limit)
+    elif kind == PARQUET and limit is None:
         source = _open_parquet(files, id_column)
+    else:
+        source = _open_pieces(files, id_column, limit)
     if id_column is not None:
         check_ids(source.ids, id_column)
     return source
+
+
+def _open_csv(files: Sequence[Location], id_column: str | None, limit: int | None) -> SplitSource:
+    cutter, ids = Cutter(limit), []
+    headers: dict[str, CsvHeader] = {}
+
+    def pieces(rows: CsvRows, header: CsvHeader) -> Iterator[Piece]:
+        for row in rows:
+            cells = _csv_cells(row, header)
+            if id_column in cells:
+                ids.append(cells[id_column] or None)
+            yield Piece(row.num_bytes, row.has_content, row.num_lines)
+
+    for file in files:
+        if cutter.is_full:
+            break
+        separator = "\t" if ".tsv" in file.name.lower() else ","
+        with file.explained("read"), file.open_lines() as lines:
+            _check_encoding(file, lines.peek(4)[:4])
+            header = read_header(lines, separator, where=file)
+            if header is not None:
+                headers[file.path] = header
+                rows = CsvRows(lines, header.separator, header.line)
+                cutter.cut(file, pieces(rows, header), offset=header.num_bytes, line=header.line,
+                           is_whole=_is_compressed(file))  # fmt: skip
+    names = dict.fromkeys(name for header in headers.values() for name in header.names)
+    if not names:
+        raise ConfigError(f"{files[0]} is empty; the first line of CSV names the columns")
+    if id_column is not None and id_column not in names:
+        raise ConfigError(f"no header has {id_column!r} (--id-column); it has {', '.join(names)}")
+    layout = CsvFormat(schema=pa.schema([(name, pa.string()) for name in names]), headers=headers)
+    return SplitSource(
+        files=tuple(files), schema=layout.schema, num_rows=cutter.num_rows,
+        ids=pa.array(ids, pa.string()), error_column=INPUT_ERROR_COLUMN,
+        splits=tuple(cutter.splits), read=functools.partial(read_csv, layout=layout, root=files[0]),
+    )  # fmt: skip
+
+
+def _open_pieces(
+    files: Sequence[Location], id_column: str | None, limit: int | None
+) -> SplitSource:
+    """Open files of Arrow, or the first rows of parquet."""
+    is_parquet = kind_of(files[0]) == PARQUET
+    cutter, schemas = Cutter(limit), []
+    for file in files:
+        if cutter.is_full:
+            break
+        with file.explained(f"read as {kind_of(file)}"):
+            schema, pieces = _row_groups(file) if is_parquet else _record_batches(file)
+            schemas.append(schema)
+            cutter.cut(file, pieces, is_whole=not (is_parquet or file.is_local))
+    read = functools.partial(read_row_groups if is_parquet else read_arrow, root=files[0])
+    source = SplitSource(
+        files=tuple(files), schema=pa.unify_schemas(schemas, promote_options="permissive"),
+        num_rows=cutter.num_rows, ids=pa.array([], pa.null()), splits=tuple(cutter.splits),
+        read=read,
+    )  # fmt: skip
+    if id_column is None:
+        return source
+    if id_column not in source.schema.names:
+        raise _no_ids(files[0], id_column, source.schema.names)
+    found = [table.column(id_column) for table in source.tables([id_column])]
+    kind = source.schema.field(id_column).type
+    chunks = [chunk for column in found for chunk in column.cast(kind).chunks]
+    return replace(source, ids=_combine(pa.chunked_array(chunks, kind)))
+
+
+def _row_groups(file: Location) -> tuple[pa.Schema, list[Piece]]:
+    with file.open_file() as opened, pq.ParquetFile(opened) as parquet:
+        counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+        return parquet.schema_arrow, [Piece(1, count) for count in counts]
+
+
+def read_row_groups(split: Split, *, root: Location) -> Iterator[pa.Table]:
+    """Yield the first rows of some row groups of a parquet file."""
+    left = split.num_rows
+    with root.at(split.path).open_file() as opened, pq.ParquetFile(opened) as file:
+        groups = [*range(split.offset, split.offset + split.size)]
+        for batch in file.iter_batches(SPLIT_ROWS, row_groups=groups):
+            if left > 0:
+                yield pa.table(batch.slice(0, left))
+            left -= batch.num_rows
+
+
+def _record_batches(file: Location) -> tuple[pa.Schema, Iterator[Piece]]:
+    with _open_arrow(file) as reader:
+        schema = reader.schema
+
+    def pieces() -> Iterator[Piece]:
+        with _open_arrow(file) as reader:
+            for batch in _batches(reader):
+                yield Piece(1, batch.num_rows)
+
+    return schema, pieces()
+
+
+def read_arrow(split: Split, *, root: Location) -> Iterator[pa.Table]:
+    """Yield the first rows of some record batches of a file or stream of Arrow."""
+    left, end = split.num_rows, None if split.size == WHOLE else split.offset + split.size
+    with _open_arrow(root.at(split.path)) as reader:
+        for batch in itertools.islice(_batches(reader), split.offset, end):
+            for begin in range(0, min(batch.num_rows, left), SPLIT_ROWS):
+                yield pa.table(batch.slice(begin, min(SPLIT_ROWS, left - begin)))
+            left -= min(batch.num_rows, left)
+
+
+@contextlib.contextmanager
+def _open_arrow(file: Location) -> Iterator[Any]:
+    file.check_regular()
+    opened = pa.memory_map(file.path) if file.is_local else file.open_file()
+    with opened:
+        magic = opened.read(len(ARROW_MAGIC))
+        opened.seek(0)
+        is_file = magic == ARROW_MAGIC
+        with pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened) as reader:
+            yield reader
+
+
+def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        yield from reader
 
 
 def _open_parquet(files: Sequence[Location], id_column: str | None) -> ParquetSource:
@@ -432,9 +798,13 @@ def _read_head(location: Location, id_column: str | None) -> _Head:
 
 def _read_ids(file: pq.ParquetFile, location: Location, id_column: str) -> pa.Array:
     if id_column not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise ConfigError(f"{location} has no column {id_column!r} (--id-column); it has {names}")
+        raise _no_ids(location, id_column, file.schema_arrow.names)
     return _combine(file.read(columns=[id_column]).column(id_column))
+
+
+def _no_ids(file: Location, id_column: str, names: Sequence[str]) -> ConfigError:
+    have = ", ".join(names)
+    return ConfigError(f"{file} has no column {id_column!r} (--id-column); it has {have}")
 
 
 def _combine(chunks: pa.ChunkedArray) -> pa.Array:
@@ -443,9 +813,12 @@ def _combine(chunks: pa.ChunkedArray) -> pa.Array:
 
 
 def _open_jsonl(
-    files: Sequence[Location], text_columns: Collection[str], id_column: str | None
-) -> JsonlSource:
-    scanned = scan(files, text_columns, id_column)
+    files: Sequence[Location],
+    text_columns: Collection[str],
+    id_column: str | None,
+    limit: int | None,
+) -> SplitSource:
+    scanned = scan(files, text_columns, id_column, limit)
     layout = scanned.layout
     ids = pa.array([], pa.null())
     if id_column is not None:
@@ -456,13 +829,15 @@ def _open_jsonl(
         if id_column in layout.json_columns or pa.types.is_floating(id_type):
             raise ConfigError(f"the values of {id_column!r} are not all text or all whole numbers")
         ids = pa.array(scanned.ids, id_type)
-    return JsonlSource(
+    return SplitSource(
         files=tuple(files),
         schema=layout.schema,
         num_rows=scanned.num_rows,
         ids=ids,
         json_columns=layout.json_columns,
-        scanned=scanned,
+        error_column=INPUT_ERROR_COLUMN,
+        splits=scanned.splits,
+        read=functools.partial(read_jsonl, layout=layout, root=files[0]),
     )
 
 
@@ -473,25 +848,32 @@ def _has_requests(files: Sequence[Location]) -> bool:
     return set(BATCH_COLUMNS) <= first.keys()
 
 
-def _open_batch(files: Sequence[Location]) -> JsonlSource:
+def _open_batch(files: Sequence[Location], limit: int | None) -> SplitSource:
     layout = JsonlFormat(
         schema=pa.schema([(name, pa.string()) for name in BATCH_COLUMNS]),
         json_columns=frozenset({"body"}),
         text_columns=frozenset(TEXT_COLUMNS),
     )
-    scanned = dataclasses.replace(scan(files, (), ID_COLUMN), layout=layout)
+    scanned = scan(files, (), ID_COLUMN, limit)
     # Lines without an id become error rows.
     ids = [row_id for row_id in scanned.ids if isinstance(row_id, str)]
-    source = JsonlSource(
+    source = SplitSource(
         files=tuple(files),
         schema=pa.schema([(name, pa.string()) for name in ROW_COLUMNS]),
         num_rows=scanned.num_rows,
         ids=pa.array(ids, pa.string()),
-        scanned=scanned,
+        error_column=INPUT_ERROR_COLUMN,
         is_batch=True,
+        splits=scanned.splits,
+        read=functools.partial(_read_requests, layout=layout, root=files[0]),
     )
     check_ids(source.ids, ID_COLUMN)
     return source
+
+
+def _read_requests(split: Split, *, layout: JsonlFormat, root: Location) -> Iterator[pa.Table]:
+    for table in read_jsonl(split, layout=layout, root=root):
+        yield read_requests(table, error_column=INPUT_ERROR_COLUMN)
 
 
 def check_ids(ids: pa.Array, id_column: str) -> None:

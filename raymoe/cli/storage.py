@@ -261,18 +261,19 @@ class Location:
 
     def open_file(self) -> Any:
         """Open for reading at any place: an Arrow file."""
-        self._check_regular()
+        self.check_regular()
         return self.filesystem.open_input_file(self.path)
 
     def open_lines(self) -> io.BufferedReader:
-        self._check_regular()
+        self.check_regular()
         return io.BufferedReader(self.filesystem.open_input_stream(self.path), BUFFER_BYTES)
 
     def read_bytes(self) -> bytes:
         with self.open_file() as file:
             return cast("bytes", file.readall())
 
-    def _check_regular(self) -> None:
+    def check_regular(self) -> None:
+        """Refuse pipes and the like; raises `ConfigError`."""
         # Arrow would wait for the other end of a pipe.
         problem = kind_problem(self.local_path, follows_links=True) if self.is_local else ""
         if problem:

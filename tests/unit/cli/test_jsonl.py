@@ -6,8 +6,9 @@ import pyarrow as pa
 import pytest
 
 from raymoe.cli import sources
-from raymoe.cli.sources import INPUT_ERROR_COLUMN, read_split, scan
+from raymoe.cli.sources import read_split, scan
 from raymoe.cli.storage import Location
+from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.errors import ConfigError
 
 
@@ -65,7 +66,7 @@ def test_bad_lines_are_rows_with_a_reason_and_blank_lines_are_none(tmp_path):
     assert scanned.num_rows == table.num_rows == 8
     assert [bool(error) for error in errors] == [False, *[True] * 6, False]
     assert "not JSON" in errors[1]
-    assert errors[1].endswith(f"({path}, byte 26)")
+    assert errors[1].endswith(f"({path}, line 3)")
     assert "not UTF-8" in errors[2]
     assert "column 'prompt' is 5 (int)" in errors[3]
     assert "lone surrogate" in errors[4]

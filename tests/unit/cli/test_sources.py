@@ -1,11 +1,16 @@
 """Inputs: files, directories, globs, and ids that identify rows."""
 
+import gzip
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.sources import check_ids, find_files, open_source
+from raymoe.cli import sources
+from raymoe.cli.sources import TemplatedSource, check_ids, find_files, open_source
 from raymoe.cli.storage import Location
+from raymoe.data.prompt_template import PromptTemplate
 from raymoe.errors import ConfigError
 
 
@@ -89,3 +94,117 @@ def test_an_id_that_is_no_text_for_arrow_is_an_error_of_its_row(tmp_path):
     source = open_source(str(path), id_column="id")
     assert source.ids.to_pylist() == ["a"]
     assert source.num_rows == 2
+
+
+def rows_of(source, *columns):
+    return [row for table in source.tables(columns) for row in table.to_pylist()]
+
+
+def save_to_disk(directory, table, names=("data-00000-of-00001.arrow",), rows_per_batch=2):
+    """Write what `Dataset.save_to_disk` of the library `datasets` writes."""
+    directory.mkdir(parents=True)
+    each = -(-table.num_rows // len(names))
+    for index, name in enumerate(names):
+        part = table.slice(index * each, each)
+        with (
+            pa.OSFile(str(directory / name), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(part, max_chunksize=rows_per_batch)
+    (directory / "dataset_info.json").write_text('{"features": {}}')
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (directory / "state.json").write_text(json.dumps(state))
+    return directory
+
+
+SAVED = pa.table({"id": list(range(7)), "prompt": [f"p{one}" for one in range(7)]})
+
+
+@pytest.mark.parametrize("split_rows", [1, 3, 1000])
+@pytest.mark.parametrize("limit", [None, 1, 4, 6])
+def test_a_saved_dataset_is_read_by_its_list_of_files(tmp_path, monkeypatch, split_rows, limit):
+    monkeypatch.setattr(sources, "SPLIT_ROWS", split_rows)
+    saved = save_to_disk(tmp_path / "d", SAVED, ("data-0.arrow", "data-1.arrow"))
+    (saved / "cache-0123.arrow").write_bytes(b"of a map")
+    source = open_source(str(saved), id_column="id", limit=limit)
+    expected = SAVED.slice(0, limit)
+    assert source.num_rows == expected.num_rows
+    assert source.ids.to_pylist() == expected.column("id").to_pylist()
+    assert rows_of(source, "id", "prompt") == expected.to_pylist()
+
+
+def test_a_dict_of_datasets_says_which_splits_there_are(tmp_path):
+    save_to_disk(tmp_path / "d" / "train", SAVED)
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=r"a DatasetDict with train, test; name one .*d/train$"):
+        open_source(str(tmp_path / "d"), id_column=None)
+    assert open_source(str(tmp_path / "d" / "train"), id_column=None).num_rows == 7
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["{}", "[]", "{", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": [3]}',
+     '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "b"}]}'],
+)  # fmt: skip
+def test_a_list_of_files_that_is_not_known_is_refused(tmp_path, state):
+    saved = save_to_disk(tmp_path / "d", SAVED)
+    (saved / "state.json").write_text(state)
+    with pytest.raises(ConfigError, match=r"state\.json"):
+        open_source(str(saved), id_column=None)
+
+
+def test_arrow_files_of_both_forms_are_read_and_damaged_ones_named(tmp_path):
+    path = tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SAVED.schema) as writer:
+        writer.write_table(SAVED, max_chunksize=3)
+    assert rows_of(open_source(str(path), id_column="id"), "id") == SAVED.select(["id"]).to_pylist()
+    saved = save_to_disk(tmp_path / "d", SAVED)
+    damaged = saved / "data-00000-of-00001.arrow"
+    content = damaged.read_bytes()
+    for cut in (0, 3, 40, len(content) // 2, len(content) - 30):
+        damaged.write_bytes(content[:cut])
+        with pytest.raises(ConfigError, match=r"00001\.arrow cannot be read as Arrow"):
+            open_source(str(saved), id_column=None)
+    with pytest.raises(ConfigError, match=r"a\.arrow has no column 'key' \(--id-column\)"):
+        open_source(str(path), id_column="key")
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 6, 100])
+def test_the_first_rows_of_parquet_are_those_of_the_first_files(tmp_path, limit):
+    table = SAVED.slice(0, 4)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    write(tmp_path / "b.parquet", id=[4, 5, 6], prompt=["p4", "p5", "p6"])
+    source = open_source(str(tmp_path), id_column="id", limit=limit)
+    expected = SAVED.slice(0, limit)
+    assert source.ids.to_pylist() == expected.column("id").to_pylist()
+    assert rows_of(source, "prompt", "id") == expected.select(["prompt", "id"]).to_pylist()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_compressed_json_lines_are_read_and_cut(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(sources, "SPLIT_ROWS", 2)
+    lines = b'{"id": 1, "prompt": "a"}\n\n{broken\n{"id": 3, "prompt": "b"}\n'
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    source = open_source(str(path), id_column="id", limit=limit)
+    found = rows_of(source, "id", "__input_error__")
+    assert [row["id"] for row in found] == [1, None, 3][:limit]
+    assert found[1]["__input_error__"].endswith(f"({path}, line 3)")
+
+
+def test_rows_with_a_template_have_one_more_column(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "tags": ["x"], "prompt": "p"}\n{broken\n{"id": 2, "tags": []}\n')
+    base = open_source(str(path), id_column="id")
+    source = TemplatedSource.of(base, PromptTemplate(prompt="{{ tags[0] }} {{ prompt }}"))
+    assert source.schema.names == ["id", "tags", "prompt", "rendered_prompt"]
+    found = rows_of(source, "id", "rendered_prompt", "__input_error__")
+    assert [row["rendered_prompt"] for row in found] == ["x p", None, None]
+    assert "not JSON" in found[1]["__input_error__"]
+    assert found[2]["__input_error__"] == "prompt_template: list object has no element 0"
+    chats = TemplatedSource.of(base, PromptTemplate(system="s"))
+    assert chats.json_columns == {"tags", "rendered_messages"}
+    table = write(tmp_path / "a.parquet", id=[1], text=["x"])
+    source = open_source(str(table), id_column="id")
+    source = TemplatedSource.of(source, PromptTemplate(prompt="{{ text }}"))
+    assert rows_of(source, "rendered_prompt") == [{"rendered_prompt": "x"}]
