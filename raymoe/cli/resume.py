@@ -37,7 +37,7 @@ from raymoe.cli.storage import Location
 from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
 from raymoe.data.error_groups import ErrorGroups
-from raymoe.data.journal import journal_files, make_journal_directory
+from raymoe.data.journal import forget_errors, journal_files, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.data.quarantine import in_flight_files
@@ -356,6 +356,16 @@ class ResumeState:
             if manifest is not None:
                 manifests.claim(self.journal / FILE_NAME, manifest)
 
+    def forget_errors(self) -> None:
+        """Have rows generated again whose recorded answer is an error, and those that ended actors.
+
+        What is in the output is not looked at; see `find_written`.
+        """
+        if self.journal is not None and self.journal.is_dir():
+            forget_errors(self.journal)
+            for path in in_flight_files(self.journal):
+                path.unlink()
+
     def finish(self) -> None:
         """Keep the manifest and remove the journal: all its rows are in the output."""
         in_journal = None if self.journal is None else self.journal / FILE_NAME
@@ -487,17 +497,27 @@ class Written:
         return len(self.ids) + len(self.errors)
 
 
-def find_written(source: Source, writer: Writer, columns: Sequence[str], id_column: str) -> Written:
+def find_written(
+    source: Source,
+    writer: Writer,
+    columns: Sequence[str],
+    id_column: str,
+    *,
+    retries_errors: bool = False,
+) -> Written:
     """Read the output of a former run, and find the rows of the input that have changed since.
 
     Args:
         columns: What the answer of a row depends on.
+        retries_errors: Rows with any error count as failed.
 
     Raises:
         ConfigError: Its ids are of another type than those of the input.
     """
     counts = Counts()
-    digests, errors, failed, repeated = _read_output(counts.see(writer, id_column))
+    temporary = "" if retries_errors else TEMPORARY_ERRORS
+    rows = counts.see(writer, id_column)
+    digests, errors, failed, repeated = _read_output(rows, temporary)
     changed, broken = [], set()
     for now in _input_rows(source, columns, id_column):
         if now.id is None:
@@ -528,7 +548,7 @@ def find_written(source: Source, writer: Writer, columns: Sequence[str], id_colu
 
 
 def _read_output(
-    rows_of_output: Iterable[WrittenRow],
+    rows_of_output: Iterable[WrittenRow], temporary: str | tuple[str, ...]
 ) -> tuple[dict[Any, str], set[str], list[Any], set[Any]]:
     """Return digests by id, errors of rows without one, ids that failed, and what is in two parts.
 
@@ -549,7 +569,7 @@ def _read_output(
                 errors.add(row.error)
                 continue
             digests[row.id] = row.digest
-            if row.error.startswith(TEMPORARY_ERRORS):
+            if row.error and row.error.startswith(temporary):
                 failed.append(row.id)
     return digests, errors, failed, repeated
 

@@ -61,6 +61,7 @@ def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK 
 
 MAGIC = b"raymoej1"
 KEY_BYTES = 16
+NOBODY = bytes(KEY_BYTES)
 MAX_PAYLOAD_BYTES = 256 * MIB  # a damaged length must not make a reader take all memory
 
 _HEADER = struct.Struct(f"<II{KEY_BYTES}s")
@@ -587,6 +588,37 @@ class RowJournal:
                 error,
                 format_bytes(size - end),
             )
+
+
+def forget_errors(directory: Path) -> int:
+    """Forget the rows that ended with an error, so that they are generated again.
+
+    Their records stay, under a key that no row has. No process may be writing there.
+
+    Returns:
+        How many there were.
+    """
+    num_forgotten = 0
+    for path in journal_files(directory):
+        failed: list[Record] = []
+        # What follows damage is ignored by all.
+        with _open(path) as file, contextlib.suppress(DamagedRecordError):
+            known = (one for one in read_records(file) if one.key != NOBODY)
+            failed.extend(one for one in known if _has_error(one.payload))
+        with os.fdopen(open_regular(path, os.O_RDWR), "r+b") as written:
+            for record in failed:
+                written.seek(record.offset)
+                written.write(pack_record(NOBODY, record.payload))
+        num_forgotten += len(failed)
+    return num_forgotten
+
+
+def _has_error(payload: bytes) -> bool:
+    if b'"error"' not in payload:  # which most rows are spared to be decoded for
+        return False
+    with contextlib.suppress(DamagedRecordError):
+        return bool(decode_generation(payload).error)
+    return False
 
 
 def journal_files(directory: Path) -> list[Path]:

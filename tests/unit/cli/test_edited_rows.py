@@ -154,3 +154,29 @@ def test_a_row_that_is_in_two_parts_goes_and_is_generated_again(tmp_path, name, 
     third.close()
     open_again(third)
     assert sorted(row.id for row in third.read_written("id")) == ids
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+@pytest.mark.parametrize("retries_errors", [False, True])
+def test_rows_with_errors_are_kept_unless_they_are_to_be_tried_again(
+    tmp_path, name, retries_errors
+):
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, RECORDS[:3])
+    with path.open("a") as file:
+        file.write("{broken\n")
+    source = open_source(str(path), id_column="id")
+    writer = open_writer(PLACES["local"](tmp_path, name), source, content_columns=COLUMNS)
+    writer.prepare(resume=False, overwrite=False)
+    (table,) = source.tables([*source.schema.names, "__input_error__"])
+    broken = f"ValueError: {table.column('__input_error__')[3].as_py()}"
+    errors = ["", "ConfigError: too long", "WorkerProcessError: x", broken]
+    given = [Generation(error=error) for error in errors]
+    columns = OutputColumns.of(SamplingParams())
+    write_part(writer, columns.append(table.drop_columns(["__input_error__"]), given)[0])
+    writer.close()
+    written = find_written(source, writer, COLUMNS, "id", retries_errors=retries_errors)
+    assert written.failed.to_pylist() == ([1, 2] if retries_errors else [2])
+    assert written.ids.to_pylist() == ([0] if retries_errors else [0, 1])
+    assert len(written.errors) == 1
+    assert written.stale.ids == {*written.failed.to_pylist()}

@@ -8,6 +8,8 @@ from raymoe.cli.resume import ResumeState
 from raymoe.cli.storage import Location
 from raymoe.data import manifest as manifests
 from raymoe.data.journal import RowJournal
+from raymoe.data.quarantine import in_flight_files
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError
 from tests.unit.cli.places import remote
 from tests.unit.data.jobs import made
@@ -173,3 +175,17 @@ def test_a_journal_is_neither_among_the_rows_nor_on_a_store(tmp_path):
         ResumeState.of(Location.local(tmp_path / "out"), str(tmp_path / "out" / "journal"))
     with pytest.raises(ConfigError, match="a journal grows row by row"):
         ResumeState.of(Location.local(tmp_path / "out"), "s3://jobs/journal?region=us-east-1")
+
+
+def test_rows_with_errors_and_rows_that_ended_actors_are_forgotten(resume_state):
+    resume_state.forget_errors()  # there is no journal yet
+    run(resume_state, made(), is_killed=True)
+    journal = RowJournal(resume_state.journal)
+    journal.append(key_of(7), Generation(finish_reason="error", error="DecodeError: x"))
+    journal.close()
+    (resume_state.journal / "death-1.rows").write_bytes(b"raymoei1")
+    resume_state.forget_errors()
+    assert in_flight_files(resume_state.journal) == []
+    journal = RowJournal(resume_state.journal)
+    assert journal.find([key_of(1), key_of(7)]) == [row(1), None]
+    journal.close()

@@ -12,7 +12,14 @@ import tracemalloc
 import pytest
 
 from raymoe.data import journal as journals
-from raymoe.data.journal import HEADER_BYTES, MAGIC, RowJournal, encode_generation, journal_files
+from raymoe.data.journal import (
+    HEADER_BYTES,
+    MAGIC,
+    RowJournal,
+    encode_generation,
+    forget_errors,
+    journal_files,
+)
 from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.journals import ENVIRONMENT, FULL, ROOT, key_of, row
@@ -342,3 +349,22 @@ def test_a_closed_journal_takes_nothing_more_and_closes_again(tmp_path):
     journal.flush()
     journal.close()
     assert found(tmp_path, 0, 1) == [row(0), None]
+
+
+def test_rows_with_errors_are_forgotten_and_all_others_found(tmp_path):
+    failed = Generation(finish_reason="error", error="ConfigError: too long")
+    quoting = Generation(text='{"error":"in the text"}')
+    for numbers in ((1, 2, 3), (4, 5)):
+        journal = RowJournal(tmp_path)
+        for number in numbers:
+            journal.append(key_of(number), failed if number in {2, 5} else row(number))
+        journal.append(key_of(6), quoting)
+        journal.close()
+    damaged = journal_files(tmp_path)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-3])  # as after a crash
+    sizes = [path.stat().st_size for path in journal_files(tmp_path)]
+    assert forget_errors(tmp_path) == 2
+    assert found(tmp_path, 1, 2, 3, 4, 5, 6) == [row(1), None, row(3), row(4), None, quoting]
+    assert sizes == [path.stat().st_size for path in journal_files(tmp_path)]
+    assert forget_errors(tmp_path) == 0
+    assert forget_errors(tmp_path / "absent") == 0
