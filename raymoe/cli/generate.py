@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from raymoe.cli.dry_run import show_first_rows
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
@@ -21,12 +22,13 @@ from raymoe.cli.pipeline import (
 )
 from raymoe.cli.progress import plain_console, print_summary
 from raymoe.cli.resume import Lease, ResumeState, count_written, find_written
-from raymoe.cli.sources import FORMS, Source, open_source
+from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
+from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, reader_of
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
@@ -39,173 +41,446 @@ from raymoe.specs.files import read_json_object
 from raymoe.specs.workload import TASKS
 from raymoe.units import format_bytes, parse_bytes
 
-TABLE = "Table"
-SAMPLING = "Sampling"
-RUN = "Run"
+START = "Start here"
+PROMPTS = "Prompts"
+ANSWERS = "Answers"
+TASKS_PANEL = "Other tasks than generating"
+FILES = "Files of the job"
+MACHINE = "Machine"
 
-Model = Annotated[str, typer.Option(help="Model directory, or a name on the hub.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="The directory of the model, or its name on the Hugging Face hub.",
+        metavar="DIR|NAME",
+        rich_help_panel=START,
+    ),
+]
 Input = Annotated[
     str,
     typer.Option(
         "--input",
-        help="Parquet or JSONL: a file, a directory or a glob; also s3://, gs:// and others.",
+        help="The rows: parquet, JSON lines, CSV with a header, Arrow, or a dataset that "
+        "save_to_disk wrote. It takes a file, a directory, a glob, or a URI such as s3://jobs/in.",
+        metavar="PATH",
+        rich_help_panel=START,
     ),
 ]
 Output = Annotated[
     str,
     typer.Option(
-        help="Directory for parquet parts, or a file that ends in .jsonl; also s3://, gs:// ..."
+        help="Where the rows go with their answers: a directory for parquet, or a file that ends "
+        "in .jsonl. URIs such as s3://jobs/out work too.",
+        metavar="PATH",
+        rich_help_panel=START,
     ),
 ]
-PromptColumn = Annotated[str, typer.Option(help="Text, or token ids.", rich_help_panel=TABLE)]
-MessagesColumn = Annotated[str, typer.Option(help="Chat messages.", rich_help_panel=TABLE)]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Show the prompts and answers of the first rows, and predict the time for all. "
+        "Nothing is written.",
+        rich_help_panel=START,
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Generate only the first rows; --resume without it goes on with the others.",
+        show_default=False,
+        metavar="N",
+        rich_help_panel=START,
+    ),
+]
+PromptColumn = Annotated[
+    str,
+    typer.Option(
+        help="The column with the prompts, as text or lists of token ids. The model gets them as "
+        "they are, without its chat template.",
+        metavar="NAME",
+        rich_help_panel=PROMPTS,
+    ),
+]
+PromptText = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt-template",
+        metavar="TEXT|@FILE",
+        help="Make the prompt of each row from its columns by a Jinja template, such as "
+        "'Summarise: {{ text }}'. The model gets the result as it is; for its chat template add "
+        "--system-prompt. A row with null in a column that is written becomes an error row, but "
+        "for {{ text or '' }}.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+SystemText = Annotated[
+    str | None,
+    typer.Option(
+        "--system-prompt",
+        metavar="TEXT|@FILE",
+        help="Make each row a chat for the model's chat template: this text as the system's "
+        "message, also a Jinja template, and the prompt as the user's. '' makes chats without a "
+        "system's message.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+MessagesColumn = Annotated[
+    str,
+    typer.Option(
+        help="The column with chats, as lists of messages or JSON text of them. A row has a "
+        "prompt or messages.",
+        metavar="NAME",
+        rich_help_panel=PROMPTS,
+    ),
+]
 IdColumn = Annotated[
-    str | None, typer.Option(help="Unique ids; --resume needs them.", rich_help_panel=TABLE)
+    str | None,
+    typer.Option(
+        help="The column with unique ids. --resume needs one, and with one the samples of a row "
+        "do not depend on other rows.",
+        show_default=False,
+        metavar="NAME",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 ToolsColumn = Annotated[
-    str | None, typer.Option(help="Tools that messages may call.", rich_help_panel=TABLE)
+    str | None,
+    typer.Option(
+        help="The column with the tools that messages may call.",
+        show_default=False,
+        metavar="NAME",
+        rich_help_panel=PROMPTS,
+    ),
 ]
 TemplateKwargs = Annotated[
     str,
     typer.Option(
         "--chat-template-kwargs",
-        help='For the chat template, as a JSON object, such as {"enable_thinking": false}.',
-        rich_help_panel=TABLE,
+        help='Arguments of the chat template as a JSON object, such as {"enable_thinking": false}.',
+        metavar="JSON",
+        rich_help_panel=PROMPTS,
     ),
 ]
-Task = Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.", rich_help_panel=TABLE)]
-TaskOptionsText = Annotated[
-    str,
+SplitSpecial = Annotated[
+    bool,
     typer.Option(
-        "--task-options",
-        help='Of a task besides generate, as a JSON object, such as {"labels": ["yes", "no"]}.',
-        rich_help_panel=TABLE,
+        "--split-special-tokens",
+        help="Encode special tokens in the text of rows, such as <|im_end|>, as ordinary text. In "
+        "messages they make an error row.",
+        rich_help_panel=PROMPTS,
     ),
 ]
-Form = Annotated[
+OnTooLong = Annotated[
     str,
     typer.Option(
-        "--format",
-        help=f"Of JSON lines: {', '.join(FORMS)}. Requests of an OpenAI batch bring their own "
-        "parameters and are answered as responses.",
-        rich_help_panel=TABLE,
+        help=f"What happens to a prompt that is too long, one of {', '.join(ON_TOO_LONG)}.",
+        metavar="WORD",
+        rich_help_panel=PROMPTS,
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        help="The largest number of tokens that is generated for an answer.",
+        metavar="N",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        help="How freely tokens are chosen: 0 always takes the best one, 1 samples from the "
+        "model's probabilities.",
+        metavar="X",
+        rich_help_panel=ANSWERS,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Sample from the best tokens that together have this probability.",
+        metavar="X",
+        rich_help_panel=ANSWERS,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        help="Sample from this many of the best tokens; 0 is all.",
+        metavar="N",
+        rich_help_panel=ANSWERS,
+    ),
+]
+NumAnswers = Annotated[
+    int,
+    typer.Option(
+        "--n",
+        min=1,
+        help="Give each row this many answers, all of them in the column generated_texts. They "
+        "differ only if the temperature is above 0.",
+        metavar="N",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help=r"End an answer before this text, in which \n is a line break and \t a tab. Repeat "
+        "it for several.",
+        show_default=False,
+        rich_help_panel=ANSWERS,
+    ),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        help="Let each answer be JSON that follows the JSON schema in this file.",
+        show_default=False,
+        rich_help_panel=ANSWERS,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="The seed of the samples; another one gives other answers.",
+        metavar="N",
+        rich_help_panel=ANSWERS,
+    ),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-eos",
+        help="Go on after the model's end of text, up to --max-tokens.",
+        rich_help_panel=ANSWERS,
+    ),
+]
+MoreParams = Annotated[
+    str,
+    typer.Option(
+        help="Further sampling parameters as a JSON object, such as "
+        '{"repetition_penalty": 1.1}; the guide lists them.',
+        metavar="JSON",
+        rich_help_panel=ANSWERS,
     ),
 ]
 SamplesAsRows = Annotated[
     bool,
     typer.Option(
         "--samples-as-rows",
-        help="With n in --sampling-params, each sample is a row of its own: same id, its number in "
-        "sample_index, of num_samples.",
-        rich_help_panel=TABLE,
+        help="Write each answer of --n as a row of its own, with the same id, its number in "
+        "sample_index, and the number of all in num_samples.",
+        rich_help_panel=ANSWERS,
     ),
 ]
-MaxTokens = Annotated[
-    int, typer.Option(help="Most tokens to generate for a row.", rich_help_panel=SAMPLING)
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)]
-TopK = Annotated[
-    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)
-]
-Seed = Annotated[int, typer.Option(help="Of rows that have none.", rich_help_panel=SAMPLING)]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on after EOS.", rich_help_panel=SAMPLING)
-]
-MoreParams = Annotated[str, typer.Option(help="More, as a JSON object.", rich_help_panel=SAMPLING)]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", rich_help_panel=RUN)]
-NumActors = Annotated[
-    int, typer.Option(min=1, help="Engines; each loads the model.", rich_help_panel=RUN)
-]
-BatchSize = Annotated[
-    int, typer.Option(min=1, help="Rows of one call of the operator.", rich_help_panel=RUN)
-]
-NumThreads = Annotated[
-    int | None, typer.Option(min=1, help="Cores of an engine.", rich_help_panel=RUN)
-]
-Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.", rich_help_panel=RUN)]
-TensorParallelSize = Annotated[
-    int, typer.Option(min=1, help="GPUs of an engine.", rich_help_panel=RUN)
-]
-MaxModelLen = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens of a row.", rich_help_panel=RUN)
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(help="For weights and KV cache, such as 64GiB.", rich_help_panel=RUN),
-]
-DeviceMemory = Annotated[
-    str | None, typer.Option(help="Of the GPU, such as 16GiB.", rich_help_panel=RUN)
-]
-EngineOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engine-config",
-        metavar="KEY=VALUE|FILE",
-        help="A field of EngineConfig, such as schedule=vslpipe, or a JSON file; repeatable.",
-        rich_help_panel=RUN,
-    ),
-]
-OnTooLong = Annotated[
-    str, typer.Option(help=f"One of {', '.join(ON_TOO_LONG)}.", rich_help_panel=RUN)
-]
-SplitSpecial = Annotated[
+Resume = Annotated[
     bool,
     typer.Option(
-        "--split-special-tokens",
-        help="Encode special tokens in the text of rows, such as <|im_end|>, as ordinary text; in "
-        "messages they make an error row.",
-        rich_help_panel=RUN,
+        "--resume",
+        help="Go on with a job that has ended before all rows were written.",
+        rich_help_panel=FILES,
+    ),
+]
+RetryErrors = Annotated[
+    bool,
+    typer.Option(
+        "--retry-errors",
+        help="With --resume, generate rows again whose recorded answer is an error, and keep the "
+        "others.",
+        rich_help_panel=FILES,
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace what is in the output, and start anew.",
+        rich_help_panel=FILES,
+    ),
+]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help=f"What JSON lines are, one of {', '.join(FORMS)}. Requests of an OpenAI batch bring "
+        "their own parameters and are answered as responses.",
+        metavar="WORD",
+        rich_help_panel=FILES,
     ),
 ]
 PreserveOrder = Annotated[
-    bool, typer.Option("--preserve-order", help="Rows in input order.", rich_help_panel=RUN)
+    bool,
+    typer.Option(
+        "--preserve-order", help="Write the rows in the order of the input.", rich_help_panel=FILES
+    ),
 ]
 SortByPrefix = Annotated[
     bool,
     typer.Option(
         "--sort-by-prefix",
-        help="Sort rows so that those whose prompts begin the same share their computation; no row "
-        "comes out before all were read, and their order is lost.",
-        rich_help_panel=RUN,
+        help="Sort rows so that those whose prompts begin the same share their computation. No "
+        "row comes out before all were read, and their order is lost.",
+        rich_help_panel=FILES,
     ),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where a run ended.", rich_help_panel=RUN)
 ]
 Journal = Annotated[
     str | None,
     typer.Option(
         help="Keep finished rows in this directory, for --resume and for actors that are killed; "
-        "a cluster's nodes must share it. By default beside a local output.",
+        "the nodes of a cluster must share it. By default it is beside a local output.",
         show_default=False,
-        rich_help_panel=RUN,
+        metavar="DIR",
+        rich_help_panel=FILES,
     ),
 ]
 NoJournal = Annotated[
-    bool, typer.Option("--no-journal", help="Keep no finished rows.", rich_help_panel=RUN)
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the output.", rich_help_panel=RUN)
-]
-Price = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Of a node, to show what tokens cost.", rich_help_panel=RUN),
+    bool,
+    typer.Option(
+        "--no-journal",
+        help="Keep no journal: rows of an actor that is killed are generated again.",
+        rich_help_panel=FILES,
+    ),
 ]
 Currency = Annotated[
     str,
-    typer.Option(help="Currency of --price-per-hour, named with each cost.", rich_help_panel=RUN),
+    typer.Option(
+        help="Currency of --price-per-hour, named with each cost.", rich_help_panel=MACHINE
+    ),
 ]
 Report = Annotated[
     bool,
     typer.Option(
         "--report/--no-report",
         help="Write a page with pictures of the run beside the output.",
-        rich_help_panel=RUN,
+        rich_help_panel=FILES,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help=f"The type of numbers to compute with, one of {', '.join(DTYPES)}.",
+        metavar="WORD",
+        rich_help_panel=MACHINE,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help=f"What computes, one of {', '.join(DEVICES)}.", metavar="WORD", rich_help_panel=MACHINE
+    ),
+]
+NumActors = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Run this many engines, each of which loads the model.",
+        metavar="N",
+        rich_help_panel=MACHINE,
+    ),
+]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Hand this many rows at a time to an engine, which batches them as it likes.",
+        metavar="N",
+        rich_help_panel=MACHINE,
+    ),
+]
+NumThreads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Let each engine use this many cores; by default it uses its share of the machine.",
+        show_default=False,
+        metavar="N",
+        rich_help_panel=MACHINE,
+    ),
+]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Divide each engine over this many GPUs.", metavar="N", rich_help_panel=MACHINE
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Limit a row, prompt and answer together, to this many tokens; by default it is the "
+        "model's limit.",
+        show_default=False,
+        metavar="N",
+        rich_help_panel=MACHINE,
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Use at most this much memory for weights and KV cache, such as 64GiB.",
+        show_default=False,
+        metavar="SIZE",
+        rich_help_panel=MACHINE,
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Use at most this much memory of the GPU, such as 16GiB.",
+        show_default=False,
+        metavar="SIZE",
+        rich_help_panel=MACHINE,
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-config",
+        metavar="KEY=VALUE|FILE",
+        help="Set a field of EngineConfig, such as schedule=vslpipe, or those of a JSON file. "
+        "Repeat it for several.",
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="The price of a node for an hour, to show what tokens cost.",
+        show_default=False,
+        metavar="X",
+        rich_help_panel=MACHINE,
     ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=RUN)
+    bool, typer.Option("--verbose", help="Show the logs of Ray.", rich_help_panel=MACHINE)
+]
+Task = Annotated[
+    str,
+    typer.Option(
+        help=f"What is done with each row, one of {', '.join(TASKS)}.",
+        metavar="WORD",
+        rich_help_panel=TASKS_PANEL,
+    ),
+]
+TaskOptionsText = Annotated[
+    str,
+    typer.Option(
+        "--task-options",
+        help="Options of the task as a JSON object, such as "
+        '{"labels": ["yes", "no"]} for classify.',
+        metavar="JSON",
+        rich_help_panel=TASKS_PANEL,
+    ),
 ]
 
 
@@ -213,7 +488,8 @@ OTHER_FORMATS = frozenset(
     (".csv", ".tsv", ".json", ".txt", ".xlsx", ".gz", ".zst", ".arrow", ".feather", ".orc", ".avro",
      ".ndjson")
 )  # fmt: skip
-SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos")
+SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "json_schema",
+                  "ignore_eos")  # fmt: skip
 ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "split_special_tokens", "seed", "device",
                 "tensor_parallel_size", "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
@@ -221,7 +497,8 @@ OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "currency",
           "preserve_order", "verbose")  # fmt: skip
 OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",
               "task", "task_options", "form", "samples_as_rows", "resume", "overwrite", "journal",
-              "no_journal", "report")  # fmt: skip
+              "no_journal", "report", "prompt_template", "system_prompt", "limit", "dry_run",
+              "retry_errors")  # fmt: skip
 
 
 def run(  # noqa: PLR0913 - the options of a command
@@ -230,65 +507,65 @@ def run(  # noqa: PLR0913 - the options of a command
     model: Model,
     input_: Input,
     output: Output,
+    dry_run: DryRun = False,
+    limit: Limit = None,
     prompt_column: PromptColumn = "prompt",
+    prompt_template: PromptText = None,
+    system_prompt: SystemText = None,
     messages_column: MessagesColumn = "messages",
     id_column: IdColumn = None,
     tools_column: ToolsColumn = None,
     chat_template_kwargs: TemplateKwargs = "{}",
-    task: Task = "generate",
-    task_options: TaskOptionsText = "{}",
-    form: Form = "auto",
-    samples_as_rows: SamplesAsRows = False,
+    split_special_tokens: SplitSpecial = False,
+    on_too_long: OnTooLong = "error",
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    n: NumAnswers = 1,
+    stop: Stop = None,
+    json_schema: JsonSchema = None,
     seed: Seed = 0,
     ignore_eos: IgnoreEos = False,
     sampling_params: MoreParams = "{}",
+    samples_as_rows: SamplesAsRows = False,
+    resume: Resume = False,
+    retry_errors: RetryErrors = False,
+    overwrite: Overwrite = False,
+    form: Form = "auto",
+    preserve_order: PreserveOrder = False,
+    sort_by_prefix: SortByPrefix = False,
+    journal: Journal = None,
+    no_journal: NoJournal = False,
+    report: Report = True,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     num_actors: NumActors = 1,
     batch_size: BatchSize = 32,
     num_threads: NumThreads = None,
-    device: Device = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
     max_model_len: MaxModelLen = None,
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     engine_config: EngineOptions = None,
-    on_too_long: OnTooLong = "error",
-    split_special_tokens: SplitSpecial = False,
-    preserve_order: PreserveOrder = False,
-    sort_by_prefix: SortByPrefix = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    journal: Journal = None,
-    no_journal: NoJournal = False,
     price_per_hour: Price = None,
     currency: Currency = "USD",
-    report: Report = True,
     verbose: Verbose = False,
+    task: Task = "generate",
+    task_options: TaskOptionsText = "{}",
 ) -> None:
     """Generate text for every row of a table; every input row gives one output row.
 
-    With --task score, classify or embed, columns with log probabilities, labels or embeddings.
-    Column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
+    The column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
     where = without_secrets(input_) if "://" in input_ else input_
     plain_console(stderr=True).print(harmless(f"reading {where} and the model {model}"))
-    job, resume_state = _make_job(context.params)
-    _run(job, resume_state, resume=resume, overwrite=overwrite, has_report=report)
+    _run(*_make_job(context.params), context.params)
 
 
 def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
     options, config = _options(given), _engine_config(given)
-    texts = (
-        given["prompt_column"],
-        options["task_options"].get("continuation_column", CONTINUATION_COLUMN),
-    )
-    source = open_source(
-        given["input_"], text_columns=texts, id_column=given["id_column"], form=given["form"]
-    )
+    source = _with_prompts(_open_source(given, options), options, given)
     id_column = _check_columns(source, options, given["id_column"], given["model"])
     state = _find_output(given["output"], source, given["input_"], given["journal"])
     lease, columns = Lease(state.output), _content_columns(options, source)
@@ -301,6 +578,34 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
         **{name: given[name] for name in OF_JOB},
     )  # fmt: skip
     return job, state
+
+
+def _open_source(given: Mapping[str, Any], options: Mapping[str, Any]) -> Source:
+    texts = [options["task_options"].get("continuation_column", CONTINUATION_COLUMN)]
+    if given["prompt_template"] is None:  # else it is a column as others
+        texts.append(given["prompt_column"])
+    return open_source(
+        given["input_"], text_columns=texts, id_column=given["id_column"], form=given["form"],
+        limit=given["limit"],
+    )  # fmt: skip
+
+
+def _with_prompts(source: Source, options: dict[str, Any], given: Mapping[str, Any]) -> Source:
+    """Return the rows with the prompts of a template, and have the operator read those."""
+    names = [name for name in TEMPLATES if given[name] is not None]
+    if not names:
+        return source
+    if source.is_batch:
+        raise ConfigError(f"{_flag(names[0])} has no meaning for an OpenAI batch; leave it out, or "
+                          "add --format table")  # fmt: skip
+    columns = {name: given[name] for name in ("prompt_column", "messages_column")}
+    try:
+        template = PromptTemplate.of({name: given[name] for name in names}, **columns)
+        source = TemplatedSource.of(source, template)
+    except ConfigError as error:
+        raise ConfigError(_as_typed(str(error))) from error
+    options |= template.operator_columns
+    return source
 
 
 def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], EngineConfig]:
@@ -319,7 +624,7 @@ def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Engin
         source = context.get_parameter_source(name)
         is_file = name in ("input_", "output")
         if given[name] if is_file else source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{name.rstrip('_').replace('_', '-')} is given by the server for "
+            raise ConfigError(f"{_flag(name)} is given by the server for "
                               "each batch; leave it out")  # fmt: skip
     options, config = _options(given), _engine_config(given)
     _set_batch_columns(options, None)
@@ -335,7 +640,25 @@ def _settings(params: Mapping[str, Any]) -> Pairs:
 
 def _read_params(given: Mapping[str, Any]) -> SamplingParams:
     flags = {name: given[name] for name in SAMPLING_FLAGS}
-    return SamplingParams.from_dict(flags).override(_parse(given, "sampling_params"))
+    flags["stop"] = [_with_breaks(text) for text in given["stop"] or ()] or None
+    schema = flags.pop("json_schema")
+    if schema is not None:
+        flags["structured_outputs"] = {"json": read_json_schema(schema, what="--json-schema")}
+    more = _parse(given, "sampling_params")
+    for name, flag in (("n", "n"), ("stop", "stop"), ("structured_outputs", "json_schema")):
+        if name in more and given[flag] != _default(flag):
+            raise ConfigError(f"{_flag(flag)} and {name} of --sampling-params contradict each "
+                              "other; give one of them")  # fmt: skip
+    params = SamplingParams.from_dict(flags).override(more)
+    if params.n > 1 and params.is_greedy:
+        typer.echo(f"the {params.n} answers of a row are equal at temperature 0; add --temperature "
+                   "1, say, unless rows have their own", err=True)  # fmt: skip
+    return params
+
+
+def _with_breaks(text: str) -> str:
+    """Return a text that was typed, with its line breaks and tabs."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
 
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
@@ -372,6 +695,13 @@ def _value(text: str) -> Any:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_both(given, "resume", "overwrite")
     _refuse_both(given, "sort_by_prefix", "preserve_order")
+    if given["retry_errors"] and not given["resume"]:
+        raise ConfigError("--retry-errors needs --resume: it generates rows of a former run again")
+    if given["prompt_template"] is not None:
+        for name in ("prompt_column", "messages_column"):
+            if given[name] != _default(name):
+                raise ConfigError(f"--prompt-template and {_flag(name)} contradict each other: a "
+                                  "template makes the prompts from any columns")  # fmt: skip
     named = {name: given[name] for name in PROMPT_COLUMNS}
     task_options = _parse(given, "task_options")
     if read_task(given["task"], task_options) is not None:
@@ -387,11 +717,19 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sampling(given: Mapping[str, Any]) -> None:
-    defaults = inspect.signature(run).parameters
     for name in (*SAMPLING_FLAGS, "sampling_params", "samples_as_rows"):
-        if given[name] != defaults[name].default:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no meaning for --task {given['task']}; leave it out")
+        if given[name] != _default(name):
+            raise ConfigError(
+                f"{_flag(name)} has no meaning for --task {given['task']}; leave it out"
+            )
+
+
+def _default(name: str) -> Any:
+    return inspect.signature(run).parameters[name].default
+
+
+def _flag(name: str) -> str:
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def _content_columns(options: dict[str, Any], source: Source) -> tuple[str, ...]:
@@ -417,7 +755,7 @@ def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
     for name, is_own in own.items():
         if not is_own:
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no meaning for an OpenAI batch; leave it out, or "
+                f"{_flag(name)} has no meaning for an OpenAI batch; leave it out, or "
                 "add --format table"
             )
     options |= {"tools_column": TOOLS_COLUMN, "has_choices": True, "has_token_bytes": True}
@@ -426,36 +764,37 @@ def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
 
 def _refuse_both(given: Mapping[str, Any], *names: str) -> None:
     if all(given[name] for name in names):
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        flags = " and ".join(map(_flag, names))
         raise ConfigError(f"{flags} contradict each other; give one of them")
 
 
-def _run(
-    job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool, has_report: bool
-) -> None:
-    if resume and job.id_column is None:
+def _run(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> None:
+    if given["dry_run"]:
+        show_first_rows(job, plain_console())
+        return
+    if given["resume"] and job.id_column is None:
         raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
     # Before an old output is given up.
     check_model(job.model, job.options, job.engine_config, job.num_actors)
     assert job.lease is not None
     with job.lease:
-        _write(job, resume_state, resume=resume, overwrite=overwrite, has_report=has_report)
+        _write(job, resume_state, given)
 
 
-def _write(
-    job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bool, has_report: bool
-) -> None:
+def _write(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> None:
     former = resume_state.former_runs()  # before their status is removed
-    _prepare(job, resume_state, resume=resume, overwrite=overwrite)
+    _prepare(job, resume_state, resume=given["resume"], overwrite=given["overwrite"])
+    if given["retry_errors"]:
+        resume_state.forget_errors()
     console = plain_console()
     try:
-        if resume:
-            job = _without_written(job, former)
+        if given["resume"]:
+            job = _without_written(job, former, retries_errors=given["retry_errors"])
         view = run_job(job, plain_console(stderr=True))
         resume_state.finish()
         print_summary(view, str(resume_state.output), console)
     finally:
-        if has_report:  # of a run that failed, too
+        if given["report"]:  # of a run that failed, too
             _write_report(resume_state, console)
 
 
@@ -485,11 +824,14 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
         )
 
 
-def _without_written(job: Job, former: FormerRuns) -> Job:
+def _without_written(job: Job, former: FormerRuns, *, retries_errors: bool) -> Job:
     columns, id_column = _content_columns(job.options, job.source), job.id_column or ""
-    written = find_written(job.source, job.writer, columns, id_column)
+    written = find_written(
+        job.source, job.writer, columns, id_column, retries_errors=retries_errors
+    )
+    had_error = "had an error" if retries_errors else "had an error from outside"
     reasons = {"have been edited since they were written": written.changed,
-               "had an error from outside": written.failed}  # fmt: skip
+               had_error: written.failed}  # fmt: skip
     for reason, ids in reasons.items():
         if len(ids):
             typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
@@ -503,7 +845,7 @@ def _without_written(job: Job, former: FormerRuns) -> Job:
 
 
 def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    flag, text = f"--{name.replace('_', '-')}", given[name]
+    flag, text = _flag(name), given[name]
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -534,7 +876,8 @@ def _check_columns(
 
 def _as_typed(message: str) -> str:
     """Name options as one types them."""
-    return re.sub(r"\b(\w+)_column\b", r"--\1-column", message)
+    message = re.sub(r"\b(\w+)_column\b", r"--\1-column", message)
+    return re.sub(r"\b(prompt|system)_(template|prompt)\b", r"--\1-\2", message)
 
 
 def _check_samples(source: Source) -> None:

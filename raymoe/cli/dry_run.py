@@ -1,0 +1,158 @@
+"""`raymoe generate --dry-run`: the first rows on this machine, and what is predicted for all."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+
+from raymoe.cli.pipeline import Job, check_model, has_cluster, this_machine
+from raymoe.data.columns import ERROR_COLUMN, SAMPLES_COLUMN
+from raymoe.data.generator import MoEGenerator, output_columns
+from raymoe.data.rows import RowRequest
+from raymoe.data.sizing import JobPlan, plan_actor
+from raymoe.data.tasks import reader_of
+from raymoe.data.workload import SAMPLED_ROWS, resized, workload_of
+from raymoe.engine.loading import measured_host
+from raymoe.engine.tokenizer import Room, Text, Tokenizer
+from raymoe.errors import RaymoeError
+from raymoe.memory.checkpoint import find_model
+from raymoe.safe_text import harmless
+from raymoe.specs.model import ModelSpec
+from raymoe.units import ceil_div
+
+NUM_ROWS = 3
+MAX_CHARACTERS = 2000  # of a prompt or answer, half of them from its end
+RULE = "-" * 4
+
+
+def show_first_rows(job: Job, console: Console) -> None:
+    """Generate the first rows of a job here, without Ray, and print them; writes nothing.
+
+    Raises:
+        RaymoeError: The job could not run either: what is wrong with its model, options or plan.
+    """
+    check_model(job.model, job.options, job.engine_config, job.num_actors)
+    sample = _first_rows(job, SAMPLED_ROWS)
+    first = sample.slice(0, NUM_ROWS)
+    reader = reader_of(job.options | _names(job))
+    workload = workload_of(first, first.num_rows, job.model, reader)
+    config = dataclasses.replace(job.engine_config, workload=workload)
+    generator = MoEGenerator(job.model, **job.options, **_names(job), engine_config=config)
+    try:
+        answers = generator(first)
+    finally:
+        generator.close()
+    prompts = _Prompts(job.model)
+    try:
+        for number, request in enumerate(reader.read(first)):
+            lines = [f"row {number + 1} of {job.source.num_rows:,}{_id(job, first, number)}"]
+            lines += prompts.lines(request)
+            lines += _answer(job, answers.slice(number, 1).to_pylist()[0])
+            console.print(harmless("\n".join(lines), keep="\n\t"), end="\n\n")
+    finally:
+        prompts.close()
+    console.print(harmless(_prediction(job, sample), keep="\n"))
+    console.print(f"nothing was written; without --dry-run {job.source.num_rows:,} rows go to "
+                  f"{harmless(str(job.writer.location))}")  # fmt: skip
+
+
+def _names(job: Job) -> dict[str, Any]:
+    return {"id_column": job.id_column, "error_column": job.source.error_column}
+
+
+def _first_rows(job: Job, count: int) -> pa.Table:
+    names = [*job.source.schema.names]
+    names += [job.source.error_column] if job.source.error_column else []
+    found: list[pa.Table] = []
+    for table in job.source.tables(names):
+        found.append(table.slice(0, count - sum(one.num_rows for one in found)))
+        if sum(one.num_rows for one in found) >= count:
+            break
+    return pa.concat_tables(found, promote_options="permissive").combine_chunks()
+
+
+def _id(job: Job, table: pa.Table, number: int) -> str:
+    if job.id_column is None:
+        return ""
+    return f", id {table.column(job.id_column)[number].as_py()!r}"
+
+
+class _Prompts:
+    """Shows the prompts of rows as the model gets them."""
+
+    def __init__(self, model: str) -> None:
+        directory = find_model(model)
+        assert directory is not None  # it was loaded
+        spec = ModelSpec.from_directory(directory)
+        self._tokenizer = Tokenizer(directory, spec.vocab_size)
+
+    def lines(self, request: RowRequest) -> Iterator[str]:
+        """Yield a heading and the text; nothing for a row that has none."""
+        try:
+            if request.prompt is None:
+                return
+            found = self._tokenizer.read(request.prompt, Room())
+            if isinstance(found, Text):
+                num_tokens = len(self._tokenizer.encode(request.prompt))
+                text = found.text
+            else:
+                num_tokens = len(found)
+                text = self._tokenizer.decode(found.tolist()) or str(found.tolist())
+        except RaymoeError:  # the row's answer says it
+            return
+        yield f"{RULE} prompt of {num_tokens:,} tokens"
+        yield _cut(text)
+        for continuation in request.continuations or ():
+            yield f"{RULE} continuation"
+            yield _cut(str(continuation))
+
+    def close(self) -> None:
+        self._tokenizer.close()
+
+
+def _answer(job: Job, row: Mapping[str, Any]) -> Iterator[str]:
+    if row[ERROR_COLUMN]:
+        yield f"{RULE} error row"
+        yield _cut(row[ERROR_COLUMN])
+        return
+    if "generated_text" not in row:
+        added = output_columns(job.model, job.options).names - {ERROR_COLUMN}
+        yield f"{RULE} answer"
+        yield from (f"{name}: {_cut(str(row[name]))}" for name in row if name in added)
+        return
+    texts: Sequence[str] = row.get(SAMPLES_COLUMN) or [row["generated_text"]]
+    for number, text in enumerate(texts):
+        of_all = f" {number + 1} of {len(texts)}" if len(texts) > 1 else ""
+        length = "" if number else f" of {row['num_generated_tokens']:,} tokens"
+        ended = "" if number else f", finish_reason {row['finish_reason']}"
+        yield f"{RULE} answer{of_all}{length}{ended}"
+        yield _cut(text)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+
+
+def _prediction(job: Job, sample: pa.Table) -> str:
+    """Return the plan of the whole job as the run would make it on this machine."""
+    if has_cluster():
+        return "the nodes of RAY_ADDRESS were not asked: the job predicts its time when it starts"
+    workload = workload_of(sample, job.source.num_rows, job.model, reader_of(job.options))
+    directory = find_model(job.model)
+    if workload is None or directory is None:
+        return "no time can be predicted: none of the first rows can be generated"
+    share = this_machine().share(job.num_actors)
+    host = measured_host(job.engine_config.num_threads).share(job.num_actors)
+    if share is not None:
+        host = dataclasses.replace(host, host_memory_bytes=share.host_memory_bytes)
+    each = resized(workload, ceil_div(workload.num_rows, job.num_actors))
+    config = dataclasses.replace(job.engine_config, workload=each, hardware=host)
+    actor = plan_actor(directory, config, None)
+    assert actor is not None  # model and machine are known
+    plan = JobPlan(plan=actor.plan, num_actors=job.num_actors, num_nodes=1, is_typical=False)
+    return plan.describe(job.price_per_hour)
