@@ -52,6 +52,7 @@ WITHOUT_COUNTERPART = {
     "skip_special_tokens": _TEXT, "spaces_between_special_tokens": _TEXT,
     "include_stop_str_in_output": "the text ends before a stop string; leave it out, and append it "
     "where finish_reason is 'stop'",
+    "limit": "the first rows are ds.limit(n) of the dataset",
     "truncate_prompt_tokens": "it is an option of the engine: on_too_long and max_model_len",
     "min_length": "min_tokens counts generated tokens, without the prompt",
     "detokenize": "the text is always made; leave it out",

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, output_columns
+from raymoe.data.journal import forget_errors
+from raymoe.data.prompt_template import NO_COLUMN, TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
+from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
+from raymoe.specs.files import expanded
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -36,16 +40,72 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
         ds: With a column ``prompt`` (text or token ids) or ``messages``; other columns are kept.
         model: A local model directory, or a name on the Hugging Face hub.
         options: Fields of `SamplingParams` (``max_tokens=256, temperature=0.0``), and options of
-            `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``).
+            `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``). Also
+            ``prompt_template``, Jinja over the columns of a row that makes its prompt;
+            ``system_prompt``, the same for a message before it, which makes the row a chat; each is
+            text or ``"@FILE"``. ``json_schema``, a schema or a file with one that answers follow.
+            With a journal_dir, ``retry_errors=True`` generates rows again whose recorded answer is
+            an error.
 
     Raises:
         ConfigError: An option that does not exist, or a value that cannot be used.
     """
+    _take_schema(options)
+    _take_retries(options)
     sampling = {name: options.pop(name) for name in _SAMPLING_OPTIONS & options.keys()}
     if sampling:
         defaults = as_sampling_params(options.get("sampling_params"))
         options["sampling_params"] = defaults.override(sampling)
-    return _generated(ds, model, options)
+    template = _take_template(options)
+    if template is None:
+        return _generated(ds, model, options)
+    return _generated_from(template, ds, model, options)
+
+
+def _take_schema(options: dict[str, Any]) -> None:
+    schema = options.pop("json_schema", None)
+    if schema is None:
+        return
+    if options.get("structured_outputs") is not None:
+        raise ConfigError("json_schema and structured_outputs contradict each other; give one")
+    options["structured_outputs"] = {"json": read_json_schema(schema)}
+
+
+def _take_retries(options: dict[str, Any]) -> None:
+    if not options.pop("retry_errors", False):
+        return
+    directory = options.get("journal_dir")
+    if directory is None:
+        raise ConfigError("retry_errors needs a journal_dir: answers are recorded there")
+    forget_errors(expanded(directory))
+
+
+def _take_template(options: dict[str, Any]) -> PromptTemplate | None:
+    given = {name: options.pop(name) for name in TEMPLATES if name in options}
+    if all(value is None for value in given.values()):
+        return None
+    names = ("prompt_column", "messages_column", "error_column", "column_prefix")
+    columns = {name: options[name] for name in names if options.get(name) is not None}
+    template = PromptTemplate.of(given, **columns)
+    for name in ("prompt_column", "messages_column"):
+        if template.prompt is not None and name in columns:
+            raise ConfigError(f"prompt_template and {name} contradict each other: a template makes "
+                              "the prompts from any columns")  # fmt: skip
+    return template
+
+
+def _generated_from(
+    template: PromptTemplate, ds: "Dataset", model: str | Path, options: Mapping[str, Any]
+) -> "Dataset":
+    """Return the answers to prompts of a template, without the column of its errors."""
+    names = find_columns(ds)
+    if names is not None:
+        template.check(names)
+    ds = ds.map_batches(template.apply, batch_size=None, batch_format="pyarrow")
+    options = {**options, **template.operator_columns, "error_column": template.error_column}
+    ds = _generated(ds, model, options)
+    is_ours = names is None or template.error_column not in names
+    return ds.drop_columns([template.error_column]) if is_ours else ds
 
 
 def _generated(
@@ -157,7 +217,6 @@ class Processor:
 
 TASKS = ("generate", "embed", "classify", "score")
 TOKENS_COLUMN = "tokenized_prompt"
-NO_COLUMN = "__no_prompt__"  # rows of messages may have a column `prompt` of another meaning
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
 _ENGINE_NAMES = frozenset(one.name for one in dataclasses.fields(EngineConfig))
 _STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")

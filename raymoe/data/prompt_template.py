@@ -78,6 +78,7 @@ class PromptTemplate:
         system: Jinja over the columns, the message before the prompt; "" makes messages without
             one, None makes no messages.
         json_columns: Columns of JSON text, which templates see as values.
+        column_prefix: Precedes the name of the column that is added, as in the operator.
     """
 
     prompt: str | None = None
@@ -86,6 +87,7 @@ class PromptTemplate:
     messages_column: str = "messages"
     error_column: str = INPUT_ERROR_COLUMN
     json_columns: frozenset[str] = frozenset()
+    column_prefix: str = ""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], **columns: str) -> "PromptTemplate":
@@ -106,7 +108,8 @@ class PromptTemplate:
 
     @property
     def output_column(self) -> str:
-        return PROMPTS_COLUMN if self.system is None else MESSAGES_COLUMN
+        name = PROMPTS_COLUMN if self.system is None else MESSAGES_COLUMN
+        return self.column_prefix + name
 
     @property
     def operator_columns(self) -> dict[str, str]:

@@ -52,6 +52,18 @@ def find_workload(
     return workload_of(sample, num_rows, model_source, reader)
 
 
+def find_columns(ds: "Dataset") -> list[str] | None:
+    """Return the names of a dataset's columns as far as that is cheap, else None.
+
+    One row is made for it if need be, but no stage of actors is run.
+    """
+    schema = ds.schema(fetch_if_missing=False)
+    dag = ds._logical_plan.dag  # noqa: SLF001 - as above
+    if schema is None and not any(_has_actors(operator) for operator in dag.post_order_iter()):
+        schema = ds.limit(1).schema()
+    return None if schema is None else list(schema.names)
+
+
 def _has_actors(operator: Any) -> bool:
     return isinstance(getattr(operator, "fn", None), type)
 

@@ -56,6 +56,46 @@ def test_a_second_generator_says_before_the_first_runs_that_columns_collide(loca
     assert not runs
 
 
+@pytest.mark.slow
+def test_prompts_come_from_templates_and_judges_read_answers(local_ray, tmp_path) -> None:
+    model = raymoe.demo_model_path()
+    items = [{"id": i, "day": f"{i}th" if i else None} for i in range(4)]
+    rows = ray.data.from_items(items).map(lambda row: row)  # its columns are not known
+    with pytest.raises(ConfigError, match="did you mean 'day'"):
+        raymoe.generate(rows, model, prompt_template="{{ days }}")
+    (tmp_path / "p.jinja").write_text("date: {{ day }} March 2024 ->\n")
+    options = {"max_tokens": 12, "temperature": 0.0, "num_generators": 2}
+    first = raymoe.generate(rows, model, prompt_template=f"@{tmp_path}/p.jinja", **options)
+    judged = raymoe.generate(
+        first, model, prompt_template="{{ generated_text }}", column_prefix="judge_",
+        stop=["-"], **options,
+    )  # fmt: skip
+    found = {row["id"]: row for row in judged.take_all()}
+    assert found[3]["rendered_prompt"] == "date: 3th March 2024 ->"
+    assert found[3]["generated_text"] == found[3]["judge_rendered_prompt"] == "2024-03-03"
+    assert "column 'day' is null" in found[0]["__inference_error__"]
+    assert "the prompt is empty" in found[0]["judge___inference_error__"]
+    assert "__input_error__" not in found[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"prompt_template": "{{ x", "max_tokens": 3}, "prompt_template is no Jinja template"),
+        ({"prompt_template": "{{ x }}", "prompt_column": "x"}, "contradict each other"),
+        ({"system_prompt": 3}, "system_prompt is a int"),
+        ({"json_schema": "/nowhere.json"}, "json_schema /nowhere.json: cannot be read"),
+        ({"json_schema": {}, "structured_outputs": {"choice": ["a"]}}, "contradict each other"),
+        ({"retry_errors": True}, "retry_errors needs a journal_dir"),
+        ({"limit": 3}, "unknown option 'limit'; the first rows are ds.limit"),
+    ],
+)
+def test_options_of_prompts_and_answers_are_refused_at_once(local_ray, options, reason) -> None:
+    rows = ray.data.from_items([{"x": "a", "prompt": "b"}])
+    with pytest.raises(ConfigError, match=reason):
+        raymoe.generate(rows, raymoe.demo_model_path(), **options)
+
+
 def user_code(config_class, build, model):
     """What somebody wrote for ray.data.llm; nothing but the import differs."""
     config = config_class(

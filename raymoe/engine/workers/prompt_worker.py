@@ -62,6 +62,13 @@ def _null(value: object) -> None:
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
+def _written(value: Any) -> Any:
+    """Refuse to write what has no value, such as the result of `get`."""
+    if value is None:
+        raise jinja2.UndefinedError("an expression that is written gives none")
+    return value
+
+
 def _is_none(value: object) -> bool:
     return value is None or isinstance(value, NullCell)
 
@@ -70,6 +77,7 @@ def make_environment() -> jinja2.Environment:
     """Return an environment whose white space and filters are those of chat templates."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined,
+        finalize=_written,
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols"],

@@ -58,6 +58,12 @@ def test_null_is_never_written_by_a_filter_or_inside_of_a_value():
         (prompt,), (error,) = rendered(source, columns=columns)
         assert prompt is None
         assert "is null" in error
+    for source in ("{{ none }}", "{{ row.get('x') }}", "{{ title or none }}"):
+        (prompt,), (error,) = rendered(source, columns=columns)
+        assert (prompt, error) == (
+            None,
+            "prompt_template: an expression that is written gives none",
+        )
 
 
 def test_a_system_prompt_makes_chats_of_prompts_and_of_chats():
