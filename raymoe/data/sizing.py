@@ -1,6 +1,7 @@
 """Settings of Ray Data, and the arguments of `map_batches` that fit a model and a cluster."""
 
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymoe.config import EngineConfig, as_engine_config
+from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.tasks import read_task_of, reader_of
@@ -23,7 +24,7 @@ from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div, format_bytes
+from raymoe.units import ceil_div, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
@@ -126,6 +127,7 @@ def dtype_of(spec: ModelSpec, config: EngineConfig) -> str:
 
 try:
     from ray.data import ActorPoolStrategy
+    from ray.data import DataContext as CurrentContext
 except ImportError as error:
     raise ImportError(
         "raymoe.map_batches_kwargs needs Ray Data: pip install 'ray[data]>=2.60,<2.64'"
@@ -170,7 +172,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
         num_actors: Engines. Those on devices of one node may share its copy of the weights.
-        min_actors: With fewer than `num_actors`, Ray starts the others when there is work for them.
+        min_actors: With fewer than `num_actors`, Ray starts the others if rows wait for them.
         num_generators: Generators of the pipeline; each plans with its part of a node.
         rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live.
         batch_size: Rows of one call; None chooses 16, or as many as `rows_in_flight` needs.
@@ -185,13 +187,15 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     _check_options(model_source, options, ds)
     config = _with_hardware(as_engine_config(engine_config))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
-    config = _for_rows(config, workload, num_actors)
+    pool = (min_actors or num_actors, num_actors)
+    config = _for_rows(config, workload, pool[0])
     cluster, num_threads = _find_cluster(config, num_gpus, num_generators), config.num_threads
     config, plan = _plan_share(model_source, config, cluster, num_actors)
     rows = rows_in_flight or _default_rows(plan)
     batch_size = batch_size or rows_of_a_call(rows, num_actors)
-    calls = min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
-    job = _plan_job(plan, model_source, config, cluster, num_actors=num_actors,
+    limit = rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size)
+    calls = min(MAX_CONCURRENT_CALLS, limit, ceil_div(rows, batch_size))
+    job = _plan_job(plan, model_source, config, cluster, num_actors=pool,
                     num_threads=num_threads)  # fmt: skip
     config = _with_rates(config, job)
     constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
@@ -201,7 +205,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),), "fn_constructor_kwargs": constructor,
-        "compute": _make_pool(min_actors or num_actors, num_actors, calls),
+        "compute": _make_pool(*pool, calls),
     }  # fmt: skip
     _show(None if workload is None else job)
     return OperatorKwargs(kwargs, job)
@@ -237,12 +241,15 @@ class JobPlan:
     """The plan of each actor, for its part of the job's rows.
 
     Attributes:
+        num_actors: Actors that share the rows; of a range the fewest.
+        max_actors: The most of a range; None without one.
         is_typical: Whether the rates are those of a typical core, as nobody measured the nodes.
         rates: What was measured on this machine, where the actors run; None if they run elsewhere.
     """
 
     plan: Plan
     num_actors: int
+    max_actors: int | None = None
     num_nodes: int
     is_typical: bool
     rates: MeasuredNode | None = None
@@ -251,6 +258,10 @@ class JobPlan:
     def prediction(self) -> Prediction:
         """What the job takes; the same that `raymoe plan` says of such nodes and rows."""
         return Prediction.of(self.plan, self.num_actors)
+
+    def seconds_with(self, num_actors: int) -> float:
+        """Return what the job takes after loading when so many actors share its rows."""
+        return self.plan.job.seconds * self.num_actors / num_actors
 
     def cost(self, price_per_hour: float) -> float:
         """Cost of the job, with the price of a node."""
@@ -270,6 +281,9 @@ class JobPlan:
             lines.insert(2, f"  {plan.note}")
         if price_per_hour is not None:
             lines.append(f"  cost: {found.cost_text(price_per_hour, currency, self.num_nodes)}")
+        if self.max_actors is not None:
+            seconds = self.seconds_with(self.max_actors)
+            lines.append(f"  with {self.max_actors} actors: {format_seconds(seconds)}")
         return "\n".join(lines)
 
     @property
@@ -290,33 +304,34 @@ def _plan_job(
     config: EngineConfig,
     cluster: Cluster,
     *,
-    num_actors: int,
+    num_actors: tuple[int, int],
     num_threads: int | None,
 ) -> JobPlan | None:
     """Return the plan as the engine will make it, with this machine's rates if it runs here.
 
     Args:
+        num_actors: The fewest, whose part of the rows the plan is for, and the most.
         num_threads: As the user chose them; None divides the cores.
     """
     if actor is None:
         return None
-    plan, nodes = actor.plan, min(num_actors, cluster.num_nodes)
+    plan, (fewest, max_actors) = actor.plan, num_actors
+    make = functools.partial(
+        JobPlan,
+        num_actors=fewest,
+        max_actors=max_actors if max_actors > fewest else None,
+        num_nodes=min(fewest, cluster.num_nodes),
+    )
     is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
     if is_given or not cluster.is_here:
-        return JobPlan(plan=plan, num_actors=num_actors, num_nodes=nodes, is_typical=not is_given)
+        return make(plan=plan, is_typical=not is_given)
     from raymoe.engine.loading import measured_share  # noqa: PLC0415 - loads torch
 
-    here = measured_share(num_threads, num_actors * (cluster.num_generators or 1))
+    here = measured_share(num_threads, max_actors * (cluster.num_generators or 1))
     memory_bytes = plan.hardware.host_memory_bytes
     node = dataclasses.replace(here.hardware, host_memory_bytes=memory_bytes)
     found = plan_actor(model_source, dataclasses.replace(config, hardware=node), None)
-    return JobPlan(
-        plan=plan if found is None else found.plan,
-        num_actors=num_actors,
-        num_nodes=nodes,
-        is_typical=False,
-        rates=here,
-    )
+    return make(plan=plan if found is None else found.plan, is_typical=False, rates=here)
 
 
 def _with_rates(config: EngineConfig, job: JobPlan | None) -> EngineConfig:
@@ -410,12 +425,36 @@ def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _upscaling_threshold() -> float:
+    """Return at how many tasks of an actor, per call that it runs at once, Ray starts another."""
+    config = CurrentContext.get_current().autoscaling_config
+    return float(config.actor_pool_util_upscaling_threshold)
+
+
+def _calls_of_a_share(
+    workload: Workload | None, options: Mapping[str, Any], pool: tuple[int, int], batch_size: int
+) -> int:
+    """Return how many calls an actor may have so that the others of a range find their rows.
+
+    Args:
+        pool: The fewest and the most actors.
+    """
+    if workload is None or pool[0] == pool[1]:
+        return MAX_CONCURRENT_CALLS
+    num_samples = as_sampling_params(options.get("sampling_params")).n  # a workload counts them
+    num_tasks = ceil_div(workload.num_rows, num_samples * pool[1] * batch_size)
+    return max(1, math.floor(num_tasks / _upscaling_threshold()))
+
+
 def _make_pool(fewest: int, num_actors: int, calls: int) -> ActorPoolStrategy:
+    num_tasks = calls + max(2, math.ceil(calls * PREFETCHED_FRACTION))
+    if fewest < num_actors:  # with fewer, Ray never starts another actor
+        num_tasks = max(calls + 1, math.ceil(calls * _upscaling_threshold()))
     return ActorPoolStrategy(
         min_size=fewest,
         max_size=num_actors,
         max_concurrent_calls_per_actor=calls,
-        max_tasks_in_flight_per_actor=calls + max(2, math.ceil(calls * PREFETCHED_FRACTION)),
+        max_tasks_in_flight_per_actor=num_tasks,
         enable_true_multi_threading=True,
     )
 

@@ -29,6 +29,37 @@ def test_rows_in_flight_become_calls_of_small_batches():
     assert kwargs["fn_constructor_kwargs"]["max_concurrent_calls"] == 63
 
 
+OF_RAY = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")  # makes its own context
+
+
+def pool_of(**options):
+    compute = map_batches_kwargs("m", num_actors=4, **options)["compute"]
+    calls = compute.max_concurrent_calls_per_actor
+    return calls, compute.max_tasks_in_flight_per_actor / calls
+
+
+@OF_RAY
+def test_a_range_of_actors_can_reach_the_load_at_which_ray_starts_another():
+    context = ray.data.DataContext.get_current()
+    threshold = context.autoscaling_config.actor_pool_util_upscaling_threshold
+    for rows in (1, 16, 100, 5000):
+        assert pool_of(rows_in_flight=rows)[1] < 1.75 or rows <= 32
+        assert pool_of(rows_in_flight=rows, min_actors=1)[1] >= threshold
+
+
+@OF_RAY
+def test_the_first_actors_of_a_range_leave_the_others_their_part():
+    def share(num_rows, **options):
+        workload = Workload(num_rows=num_rows, prompt_tokens=8, generated_tokens=8)
+        calls, factor = pool_of(min_actors=1, workload=workload, batch_size=16, **options)
+        return calls * factor * 16 * 4 / num_rows  # of the rows, when all actors hold theirs
+
+    assert all(0.5 < share(num_rows) <= 1.1 for num_rows in (640, 1600, 4000))
+    assert share(10**6) < 0.1
+    samples = {"n": 4}  # the workload counts samples
+    assert 0.5 < share(4 * 1600, sampling_params=samples) * 4 <= 1.1
+
+
 def test_calls_stay_below_the_limit_of_dispatch():
     kwargs = map_batches_kwargs("m", rows_in_flight=10**6, batch_size=16)
     assert kwargs["compute"].max_concurrent_calls_per_actor == 256
