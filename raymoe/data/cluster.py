@@ -3,18 +3,20 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util import get_node_ip_address
 
+from raymoe.data.address import check_address
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import InfeasiblePlanError
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
-from raymoe.units import GB, ceil_div, format_bytes
+from raymoe.units import GB, ceil_div, format_bytes, format_seconds
 
 try:
     import ray
@@ -187,24 +189,39 @@ class Stage:
 
 
 def check_before_start() -> None:
-    """Make all pipelines of this process check at their start that they fit."""
+    """Make all pipelines of this process check that they fit, and say what their actors wait for.
+
+    Raises:
+        ConfigError: There is no Ray yet, and none answers where `ray.init` would look for it.
+    """
     name = f"{CheckFit.__module__}.{CheckFit.__name__}"
     given = os.environ.get(VARIABLE, "")  # noqa: TID251 - a list of Ray's and no setting of ours
     names = [each for each in given.split(",") if each]
     if name not in names:
         os.environ[VARIABLE] = ",".join([*names, name])  # noqa: TID251 - as above
+    if not _has_ray():
+        check_address()
+
+
+LOOK_EVERY_S, PATIENCE_S, REPEAT_S = 1.0, 5.0, 60.0
 
 
 class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
-    """Refuses a pipeline with generators that does not fit on its cluster.
+    """Refuses a pipeline with generators that does not fit on its cluster, and watches the others.
 
     It only warns if the cluster can still grow.
     """
 
+    def __init__(self) -> None:
+        self._next_look_s = 0.0
+        self._pools: list[PoolWatch] = []
+
     def before_execution_starts(self, executor: Any) -> None:
         # These are private in Ray, which has no public equivalent; its versions are pinned.
         stages = [_stage(operator) for operator in executor._topology]  # noqa: SLF001
-        if not any(stage.is_generator for stage in stages):
+        generators = filter(_is_generator, executor._topology)  # noqa: SLF001 - as above
+        self._pools = [PoolWatch(operator) for operator in generators]
+        if not self._pools:
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         problem = find_problem(stages, nodes)
@@ -215,10 +232,103 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
             raise InfeasiblePlanError(f"{problem}. {ADVICE}")
         logger.warning("%s, unless more nodes come. %s", problem, ADVICE)
 
+    def on_execution_step(self, executor: Any) -> None:  # noqa: ARG002 - Ray's
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            try:
+                for pool in self._pools:
+                    pool.look(now_s)
+            except Exception:  # an error here would end the job
+                logger.exception("what actors wait for is not told from here on")
+                self._pools = []
+
+
+class PoolWatch:
+    """Says what the actors of a generator wait for, and when fewer run than were planned for."""
+
+    def __init__(self, operator: Any) -> None:
+        self._name = operator.name
+        (self._pool,) = operator.get_autoscaling_actor_pools()
+        self._each = _stage(operator).each
+        self._plan = _plan_of(operator)
+        self._num_told = None if self._plan is None else self._plan.num_actors
+        self._says_at_s: float | None = None
+        self._num_running, self._runs_since_s = 0, 0.0
+
+    def look(self, now_s: float) -> None:
+        num_pending = self._pool.num_pending_actors()
+        num_waiting = len(self._without_place()) if num_pending else 0
+        if not num_waiting:
+            self._says_at_s = None
+        elif self._says_at_s is None:
+            self._says_at_s = now_s + PATIENCE_S
+        elif now_s >= self._says_at_s:
+            self._says_at_s = now_s + REPEAT_S
+            logger.warning("%s", self._wait(num_waiting))
+        self._compare(now_s, is_loading=num_pending > num_waiting)
+
+    def _without_place(self) -> list[str]:
+        """Return the pending actors that no node has taken; the others load."""
+        ids = {handle._actor_id.hex() for handle in self._pool._pending_actors.values()}  # noqa: SLF001
+        actors = ray._private.state.actors(actor_state_name="PENDING_CREATION")  # noqa: SLF001
+        return [one for one in ids & actors.keys() if not _is_placed(actors[one])]
+
+    def _wait(self, num_waiting: int) -> str:
+        nodes = ray._private.state.available_resources_per_node().values()  # noqa: SLF001
+        free = max(map(_of_stage, nodes), key=self._share, default=_of_stage({}))
+        names = [name for name, amount in self._each.items() if amount]
+        return (
+            f"waiting for {_shown(self._each)} for {num_waiting} of {self._pool.max_size()} actors "
+            f"of {self._name}: {_shown(free, names)} free; other jobs may hold the rest"
+        )
+
+    def _share(self, free: Resources) -> float:
+        """Return how much of what an actor needs a node has, by what it has least of."""
+        return min(
+            (free[name] / amount for name, amount in self._each.items() if amount), default=0
+        )
+
+    def _compare(self, now_s: float, *, is_loading: bool) -> None:
+        """Correct the prediction if another number of actors came to run than it was made for."""
+        running = max(self._num_running, self._pool.num_running_actors())  # the last rows need few
+        if running != self._num_running or is_loading:
+            self._num_running, self._runs_since_s = running, now_s
+        is_news = running not in {0, self._num_told} and now_s - self._runs_since_s >= PATIENCE_S
+        if self._plan is not None and is_news:
+            self._num_told, seconds = running, self._plan.seconds_with(running)
+            logger.warning(
+                "%d of %d actors of %s run: predicted %s after loading",
+                running, self._pool.max_size(), self._name, format_seconds(seconds),
+            )  # fmt: skip
+
+
+class Prediction(Protocol):
+    """The plan of a job, for `PoolWatch`."""
+
+    @property
+    def num_actors(self) -> int: ...
+
+    def seconds_with(self, num_actors: int) -> float: ...
+
+
+def _plan_of(operator: Any) -> Prediction | None:
+    options = [getattr(one, "fn_constructor_kwargs", None) for one in operator._logical_operators]  # noqa: SLF001
+    plans = [getattr(one, "plan", None) for one in options]
+    return next((plan for plan in plans if plan is not None), None)
+
+
+def _is_placed(actor: Mapping[str, Any]) -> bool:
+    return bool(actor["Address"]["IPAddress"])
+
+
+def _of_stage(node: Mapping[str, float]) -> Resources:
+    return {name: node.get(name, 0.0) for name in ("CPU", "GPU", "memory")}
+
 
 def find_problem(stages: Sequence[Stage], nodes: Iterable[Mapping[str, float]]) -> str:
     """Return which actors or tasks do not fit when all stages run at once; "" if all fit."""
-    free = [{name: node.get(name, 0.0) for name in ("CPU", "GPU", "memory")} for node in nodes]
+    free = [_of_stage(node) for node in nodes]
     at_first = ", ".join(_shown(node) for node in free)
     pools = sorted((stage for stage in stages if stage.num_actors), key=_size, reverse=True)
     wanted = "; ".join(
@@ -242,13 +352,17 @@ def find_problem(stages: Sequence[Stage], nodes: Iterable[Mapping[str, float]]) 
 
 def _stage(operator: Any) -> Stage:
     each = operator.min_scheduling_resources()
-    functions = [getattr(one, "fn", None) for one in operator._logical_operators]  # noqa: SLF001
     return Stage(
         name=operator.name,
         num_actors=sum(pool.min_size() for pool in operator.get_autoscaling_actor_pools()),
         each={"CPU": each.cpu or 0, "GPU": each.gpu or 0, "memory": each.memory or 0},
-        is_generator=any(isinstance(fn, type) and issubclass(fn, MoEGenerator) for fn in functions),
+        is_generator=_is_generator(operator),
     )
+
+
+def _is_generator(operator: Any) -> bool:
+    functions = [getattr(one, "fn", None) for one in operator._logical_operators]  # noqa: SLF001
+    return any(isinstance(fn, type) and issubclass(fn, MoEGenerator) for fn in functions)
 
 
 def _size(stage: Stage) -> tuple[float, ...]:
@@ -264,8 +378,11 @@ def _place(each: Resources, free: Iterable[Resources]) -> bool:
     return False
 
 
-def _shown(resources: Resources) -> str:
-    parts = [f"{resources['CPU']:g} CPU"]
-    parts += [f"{resources['GPU']:g} GPU"] if resources["GPU"] else []
-    parts += [f"{format_bytes(resources['memory'])} of memory"] if resources["memory"] else []
-    return " + ".join(parts)
+def _shown(resources: Resources, names: Collection[str] = ()) -> str:
+    """Return amounts as text: of `names`, by default of the CPUs and of what else there is."""
+    names = names or [name for name, amount in resources.items() if amount or name == "CPU"]
+    return " + ".join(
+        f"{format_bytes(amount)} of memory" if name == "memory" else f"{amount:g} {name}"
+        for name, amount in resources.items()
+        if name in names
+    )

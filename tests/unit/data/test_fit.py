@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from raymoe.data import cluster
-from raymoe.data.cluster import CheckFit, Stage, check_before_start, find_problem
+from raymoe.data.cluster import CheckFit, PoolWatch, Stage, check_before_start, find_problem
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.errors import InfeasiblePlanError
@@ -108,7 +108,112 @@ def test_pipelines_without_a_generator_are_left_alone(monkeypatch):
 
 
 def test_the_check_stands_next_to_callbacks_of_others(monkeypatch):
+    monkeypatch.setattr(cluster, "check_address", lambda: None)
     monkeypatch.setenv(cluster.VARIABLE, "somebody.Else")
     map_batches_kwargs("m")
     check_before_start()
     assert os.environ[cluster.VARIABLE] == "somebody.Else,raymoe.data.cluster.CheckFit"
+
+
+class Pool:
+    """Actors by their state: "placed" ones load, "waiting" ones have no node."""
+
+    def __init__(self, *states):
+        self.states = states
+        self._pending_actors = {}
+
+    def num_pending_actors(self):
+        self._pending_actors = {
+            index: SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda index=index: str(index)))
+            for index, state in enumerate(self.states)
+            if state != "running"
+        }
+        return len(self._pending_actors)
+
+    def num_running_actors(self):
+        return self.states.count("running")
+
+    def min_size(self):
+        return len(self.states)
+
+    max_size = min_size
+
+    def table(self, **_):
+        return {
+            str(index): {"Address": {"IPAddress": "10.0.0.1" if state == "placed" else ""}}
+            for index, state in enumerate(self.states)
+        }
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Watches a pool of two actors on a cluster of two nodes, planned to take 100 s."""
+
+    def make(pool):
+        state = SimpleNamespace(
+            actors=pool.table,
+            available_resources_per_node=lambda: {
+                "a": {"memory": 9.0 * GIB},
+                "b": {"CPU": 0.5, "memory": 1.0 * GIB},
+            },
+        )
+        monkeypatch.setattr(cluster.ray._private, "state", state)
+        plan = SimpleNamespace(num_actors=2, seconds_with=lambda number: 200 / number)
+        options = SimpleNamespace(plan=plan)
+        logical = SimpleNamespace(fn=Own, fn_constructor_kwargs=options)
+        each = SimpleNamespace(cpu=1, gpu=None, memory=1.5 * GIB)
+        return PoolWatch(
+            SimpleNamespace(
+                name="Write",
+                min_scheduling_resources=lambda: each,
+                get_autoscaling_actor_pools=lambda: [pool],
+                _logical_operators=[logical],
+            )
+        )
+
+    return make
+
+
+def said(caplog, watch, seconds):
+    caplog.clear()
+    for now_s in seconds:
+        watch.look(float(now_s))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_actors_that_find_no_room_on_a_busy_cluster_are_told_of_with_figures(watch, caplog):
+    pool = Pool("waiting", "placed")
+    watched = watch(pool)
+    (text,) = said(caplog, watched, range(30))
+    assert "waiting for 1 CPU + 1.50 GiB of memory for 1 of 2 actors of Write" in text
+    assert "0.5 CPU + 1.00 GiB of memory free" in text  # of the node that has most
+    assert len(said(caplog, watched, range(30, 160))) == 2
+    pool.states = ("placed", "placed")  # the model loads, however long
+    assert not said(caplog, watched, range(160, 300))
+
+
+def test_the_prediction_follows_the_actors_that_run(watch, caplog):
+    pool = Pool("running", "placed")
+    watched = watch(pool)
+    assert not said(caplog, watched, range(30))
+    pool.states = ("running", "waiting")
+    texts = said(caplog, watched, range(30, 60))
+    assert sorted(text.split()[0] for text in texts) == ["1", "waiting"]
+    assert "1 of 2 actors of Write run: predicted 3m20s after loading" in texts
+    pool.states = ("running", "running")
+    (text,) = said(caplog, watched, range(60, 90))
+    assert text == "2 of 2 actors of Write run: predicted 1m40s after loading"
+    pool.states = ("running",)  # the last rows
+    assert not said(caplog, watched, range(90, 120))
+
+
+def test_a_pool_that_runs_as_planned_says_nothing(watch, caplog):
+    assert not said(caplog, watch(Pool("running", "running")), range(100))
+
+
+def test_what_cannot_be_told_does_not_end_the_job(monkeypatch, caplog):
+    check = CheckFit()
+    check._pools = [SimpleNamespace(look=lambda _: 1 / 0)]
+    check.on_execution_step(None)
+    assert "is not told from here on" in caplog.text
+    assert not check._pools
