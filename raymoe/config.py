@@ -173,6 +173,19 @@ class SamplingParams:
         """`structured_outputs` in its normalised type."""
         return self.structured_outputs  # type: ignore[return-value]  # as above
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse token ids that a vocabulary of this size does not have.
+
+        Raises:
+            ConfigError: Which parameter has which token.
+        """
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise ConfigError(
+                        f"{name} has token {token}; the vocabulary has ids 0 to {vocab_size - 1}"
+                    )
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """Parameters from a mapping; unknown keys are errors, None means "not given"."""

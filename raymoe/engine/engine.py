@@ -166,6 +166,8 @@ class Engine:
         last_report: The same, of the last time that all rows were done.
     """
 
+    _checked_form: object = None  # by the latest `check_params`
+
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
         config = config or EngineConfig()
@@ -281,13 +283,38 @@ class Engine:
             sampling_params: For all prompts, or a list with one for each.
 
         Raises:
-            ExecutionError: The engine failed or was closed. A bad prompt raises nothing: its
-                generation has the finish reason "error".
+            ConfigError: Parameters for all prompts that cannot be used. A bad prompt, or bad
+                parameters of one prompt, raise nothing: the generation has the finish reason
+                "error".
+            ExecutionError: The engine failed or was closed.
             KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
                 others.
         """
+        if _is_for_all(sampling_params):
+            self.check_params(sampling_params)
         with self._interruptible():
             return self._results(self.submit(prompts, sampling_params))
+
+    def check_params(self, sampling_params: object) -> None:
+        """Refuse parameters that no row can have with this model.
+
+        Raises:
+            ConfigError: Which one, and why; each row would have this as its error.
+        """
+        self._check_process()
+        form = self._input_processor.check_params(sampling_params).form
+        if form is None or form == self._checked_form:
+            return
+        masks = TokenBitmasks(self._grammar_server, 1, self._parts.vocab_size)
+        try:
+            masks.begin(0, form, [])
+            masks.synchronize(None)  # compiles it
+            error = masks.error(0)
+        finally:
+            masks.close()
+        if isinstance(error, ConfigError):
+            raise error
+        self._checked_form = form
 
     def submit(
         self,
@@ -295,6 +322,7 @@ class Engine:
         sampling_params: Params | Sequence[Params] = None,
         *,
         row_keys: Sequence[object] | None = None,
+        occurrences: Sequence[int | None] | None = None,
     ) -> list[Future[Generation]]:
         """Queue prompts; blocks while the queue is full. Thread-safe.
 
@@ -302,7 +330,9 @@ class Engine:
             prompts: As for `generate`.
             sampling_params: As for `generate`.
             row_keys: What the random numbers of each row depend on, such as its id; without it,
-                or where it is None, the row's tokens and parameters.
+                or where it is None, the row's tokens, its parameters and its occurrence.
+            occurrences: How many rows equal to each there were before; None counts those of this
+                call, so that equal prompts get different samples.
         """
         self._check_process()
         if isinstance(prompts, (str, bytes, Mapping)):
@@ -310,8 +340,9 @@ class Engine:
         check_head(None, self._parts.head)
         params = _one_each("sampling_params", sampling_params, len(prompts))
         keys = _one_each("row_keys", row_keys, len(prompts))
+        numbers = _one_each("occurrences", occurrences, len(prompts))
         futures: dict[int, Future[Generation]] = {}
-        for index, request in self._input_processor.build_all(prompts, params, keys):
+        for index, request in self._input_processor.build_all(prompts, params, keys, numbers):
             if isinstance(request, Exception):
                 futures[index] = self._refuse(request)
             else:
@@ -645,8 +676,12 @@ def _resolve_future(resolve: Callable[[], None]) -> None:
         logger.exception("a callback of the future of a row raised")
 
 
-def _one_each(name: str, values: object, count: int) -> list[Any]:
-    if isinstance(values, Iterable) and not isinstance(values, (Mapping, str, bytes)):
+def _is_for_all(values: object) -> bool:
+    return not isinstance(values, Iterable) or isinstance(values, (Mapping, str, bytes))
+
+
+def _one_each(name: str, values: Any, count: int) -> list[Any]:
+    if not _is_for_all(values):
         each = list(values)
         if len(each) != count:
             raise ConfigError(f"{name} has {len(each)} entries for {count} prompts")

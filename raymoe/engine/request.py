@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import numbers
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -152,6 +153,7 @@ class _Row:
     prompt: Text | Int32s
     params: SamplingParams
     key: object
+    occurrence: int | None
 
 
 class InputProcessor:
@@ -184,18 +186,28 @@ class InputProcessor:
         Raises:
             ConfigError: The prompt or the parameters cannot be used; says why.
         """
-        ((_, built),) = self.build_all([prompt], [params], [row_key])
+        ((_, built),) = self.build_all([prompt], [params], [row_key], [None])
         if isinstance(built, Exception):
             raise built
         return built
 
     def build_all(
-        self, prompts: Sequence[object], params: Sequence[object], row_keys: Sequence[object]
+        self,
+        prompts: Sequence[object],
+        params: Sequence[object],
+        row_keys: Sequence[object],
+        occurrences: Sequence[int | None],
     ) -> Iterator[tuple[int, Request | Exception]]:
-        """Requests, or why there is none, with their indexes; those with long texts come last."""
+        """Requests, or why there is none, with their indexes; those with long texts come last.
+
+        Args:
+            occurrences: How many rows equal to each there were before it, of rows without a key;
+                None counts those of this call.
+        """
         waiting: list[_Row] = []
         long: list[_Row] = []
-        for index, row in enumerate(zip(prompts, params, row_keys, strict=True)):
+        seen: Counter[int] = Counter()
+        for index, row in enumerate(zip(prompts, params, row_keys, occurrences, strict=True)):
             try:
                 read = self._read(index, *row)
             except Exception as error:  # whatever is wrong with a row is the row's error
@@ -204,11 +216,11 @@ class InputProcessor:
             is_long = isinstance(read.prompt, Text) and read.prompt.is_long
             (long if is_long else waiting).append(read)
             if len(waiting) == MAX_BATCH:
-                yield from self._encode(waiting)
+                yield from self._encode(waiting, seen)
                 waiting = []
-        yield from self._encode(waiting)
+        yield from self._encode(waiting, seen)
         for late in long:
-            yield from self._encode([late])
+            yield from self._encode([late], seen)
 
     def encode_rows(
         self, rows: Sequence[TaskRow], options: TaskOptions, head: str
@@ -237,12 +249,16 @@ class InputProcessor:
             future=Future(), reading=reading,
         )  # fmt: skip
 
-    def _read(self, index: int, prompt: object, params: object, row_key: object) -> "_Row":
-        checked = self._check_params(params)
+    def _read(  # noqa: PLR0917 - a row
+        self, index: int, prompt: object, params: object, row_key: object, occurrence: int | None
+    ) -> "_Row":
+        checked = self.check_params(params)
         room = Room(max_tokens=self._room(checked.max_tokens), on_too_long=self._on_too_long)
-        return _Row(index, self._tokenizer.read(prompt, room), checked, row_key)
+        return _Row(index, self._tokenizer.read(prompt, room), checked, row_key, occurrence)
 
-    def _encode(self, rows: Sequence["_Row"]) -> Iterator[tuple[int, Request | Exception]]:
+    def _encode(
+        self, rows: Sequence["_Row"], seen: Counter[int]
+    ) -> Iterator[tuple[int, Request | Exception]]:
         texts = [row.prompt for row in rows if isinstance(row.prompt, Text)]
         encoded: Iterator[Int32s | Exception]
         try:
@@ -254,12 +270,12 @@ class InputProcessor:
             try:
                 yield (
                     row.index,
-                    tokens if isinstance(tokens, Exception) else self._build(row, tokens),
+                    tokens if isinstance(tokens, Exception) else self._build(row, tokens, seen),
                 )
             except Exception as error:
                 yield row.index, error
 
-    def _build(self, row: "_Row", tokens: Int32s) -> Request:
+    def _build(self, row: "_Row", tokens: Int32s, seen: Counter[int]) -> Request:
         checked = row.params
         tokens = self._fit(tokens, checked.max_tokens)
         limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
@@ -270,12 +286,22 @@ class InputProcessor:
             params=checked,
             max_tokens_total=limit,
             seed=self._seed if checked.seed is None else checked.seed,
-            row_key=_hash_row(tokens, checked) if row.key is None else hash_key(row.key),
+            row_key=self._key_of(row, tokens, seen),
             future=Future(),
             prompt_end=_chat_end(row.prompt),
         )
 
-    def _check_params(self, params: object) -> SamplingParams:
+    def _key_of(self, row: "_Row", tokens: Int32s, seen: Counter[int]) -> int:
+        if row.key is not None:
+            return hash_key(row.key)
+        first, occurrence = _hash_row(tokens, row.params), row.occurrence
+        if occurrence is None:
+            occurrence = seen[first]
+            seen[first] += 1
+        return _hash(f"{first} {occurrence}".encode()) if occurrence else first
+
+    def check_params(self, params: object) -> SamplingParams:
+        """Return parameters as a row has them; refuses those that the model cannot have."""
         if params is None:
             return DEFAULT_PARAMS
         if isinstance(params, Mapping):
@@ -287,13 +313,7 @@ class InputProcessor:
             params = self._with_stop_tokens(params)
         if params.form is not None:
             self._check_can_have_form()
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, name) or ():
-                if token >= self._vocab_size:
-                    raise ConfigError(
-                        f"{name} has token {token}; the vocabulary has ids "
-                        f"0 to {self._vocab_size - 1}"
-                    )
+        params.check_tokens(self._vocab_size)
         return params
 
     def _with_stop_tokens(self, params: SamplingParams) -> SamplingParams:

@@ -94,7 +94,7 @@ def test_a_stop_string_that_is_a_special_token_ends_the_row_as_one(make_engine, 
     generation = one(engine, [1], logit_bias=biases, stop=["x", "<s>"], min_tokens=min_tokens)
     assert generation.token_ids == (65,) * min_tokens + (BOS,)
     assert (generation.text, generation.finish_reason) == ("A" * min_tokens, "stop")
-    row = engine.generate(["x"], {"stop": "<s>\n"})[0]
+    row = engine.generate(["x"], [{"stop": "<s>\n"}])[0]
     assert row.error.endswith("'<s>', which is not in the text; give it alone, or stop_token_ids "
                               f"[{BOS}]")  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The engine around a fake model: rows, threads, failures, closing."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -114,6 +115,36 @@ def test_a_bad_row_is_an_error_row_and_disturbs_no_other(make_engine, prompt, pa
     assert bad.error.split(":")[0] in ("ConfigError", "UnknownOptionError")
     assert list(good.token_ids) == expected_tokens([1, 2], 4)
     assert list(other.token_ids) == expected_tokens([3], 4)
+
+
+BAD_FOR_ALL = [
+    ({"max_token": 3}, "did you mean 'max_tokens'"),
+    (7, "sampling_params is a int"),
+    ({"logit_bias": {258: 1.0}}, "logit_bias has token 258"),
+    ({"structured_outputs": {"jsen": {}}}, "did you mean 'json'"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs has a regex"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_FOR_ALL)
+def test_bad_parameters_of_all_prompts_raise_and_the_engine_goes_on(make_engine, params, message):
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine.generate([[1, 2], [3]], params)
+    (bad,) = engine.generate([[1]], [params])
+    assert message in bad.error
+    (good,) = engine.generate([[1, 2]], GREEDY)
+    assert list(good.token_ids) == expected_tokens([1, 2], 4)
+
+
+def test_equal_prompts_of_a_call_get_samples_of_their_own_which_are_the_same_again(make_engine):
+    engine, params = make_engine(), {"max_tokens": 8, "temperature": 1.0}
+    rows = [row.token_ids for row in engine.generate([[1, 2]] * 8 + [[3]], params)]
+    assert len(set(rows)) == 9
+    assert [row.token_ids for row in engine.generate([[3]] + [[1, 2]] * 8, params)] == [
+        rows[8],
+        *rows[:8],
+    ]
 
 
 def test_a_row_that_cannot_fit_the_cache_says_how_many_blocks_it_needs(make_engine):

@@ -73,3 +73,21 @@ def test_a_row_cannot_ask_for_more_log_probabilities_than_memory_allows(tmp_path
     fewer = {name: value - 1 for name, value in params.items() if "logprobs" in name}
     assert input_processor.build([1] * 17_000, params | fewer, None).max_tokens_total
     assert input_processor.build([1], params | {"n": 1, "max_tokens": 1 << 20, "logprobs": 0}, None)
+
+
+def test_equal_rows_of_a_call_have_keys_of_their_own_and_the_first_that_of_one_alone(tmp_path):
+    input_processor = make_input_processor(tmp_path)
+
+    def keys(prompts, row_keys=None, occurrences=None):
+        none = [None] * len(prompts)
+        rows = [prompts, none, row_keys or none, occurrences or none]
+        return [request.row_key for _, request in input_processor.build_all(*rows)]
+
+    one, other = keys([[1, 2]])[0], keys([[3]])[0]
+    several = keys([[1, 2], [3], [1, 2], [1, 2]])
+    assert several[:2] == [one, other]
+    assert len(set(several)) == 4
+    assert keys([[1, 2], [1, 2]]) == several[0:3:2]
+    assert keys([[1, 2]], occurrences=[2]) == several[3:]
+    assert keys([[1, 2], [1, 2]], occurrences=[0, 0]) == [one, one]
+    assert len(set(keys([[1], [1]], row_keys=["id", "id"]))) == 1
