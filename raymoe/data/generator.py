@@ -25,10 +25,11 @@ from raymoe.config import (
     as_sampling_params,
 )
 from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
-from raymoe.data.job_rows import Found, JobRows, check_job
+from raymoe.data.job_rows import Found, JobRows, check_job, content_key
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
+from raymoe.data.occurrences import RowNumbers
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
@@ -242,6 +243,7 @@ class MoEGenerator:
             open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._counts, self._has_token_bytes = RowCounter(), has_token_bytes
+        self._numbers = RowNumbers()
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
@@ -333,25 +335,41 @@ class MoEGenerator:
         if batch.num_rows and not self._has_finished_a_batch:
             self._reader.check_schema(batch.schema)
 
+    def _numbered(self, requests: Sequence[RowRequest]) -> list[RowRequest]:
+        """Return the rows, each of which knows how many equal ones there were before it."""
+        sampled = [
+            i
+            for i, request in enumerate(requests)
+            if self._task is None
+            and request.row_key is None
+            and not request.sampling_params.is_greedy
+        ]
+        numbers = self._numbers.claim([content_key(requests[i]) for i in sampled])
+        numbered = list(requests)
+        for i, number in zip(sampled, numbers, strict=True):
+            if number:
+                numbered[i] = dataclasses.replace(requests[i], occurrence=number)
+        return numbered
+
     def _generate(
         self, engine: "Engine", requests: Sequence[RowRequest]
     ) -> tuple[list[Generation], int]:
         """Return the answers, and how many of them an earlier run has left."""
-        good = [request for request in requests if not request.error]
+        good = self._numbered([request for request in requests if not request.error])
         job = self._job
-        known = [Found(b"", None)] * len(good) if job is None else job.find(good)
-        missing = [i for i, (_, answer) in enumerate(known) if answer is None]
-        wanted, keys = [good[i] for i in missing], [known[i].key for i in missing]
+        known = [Found(b"", b"", None)] * len(good) if job is None else job.find(good)
+        missing = [i for i, found in enumerate(known) if found.answer is None]
+        wanted, places = [good[i] for i in missing], [known[i] for i in missing]
         submit = functools.partial(_submit, engine, self._task)
         try:
-            futures = submit(wanted) if job is None else job.submit(wanted, keys, submit)
+            futures = submit(wanted) if job is None else job.submit(wanted, places, submit)
             fresh = iter(_wait_for(engine, futures))
         except Exception as error:
             self._fail(error)
         self._has_generated_a_batch |= bool(missing)
         if job is not None:
             job.flush()
-        done = iter([next(fresh) if answer is None else answer for _, answer in known])
+        done = iter([next(fresh) if found.answer is None else found.answer for found in known])
         generations = [
             Generation(finish_reason="error", error=encodable(request.error))
             if request.error
@@ -527,6 +545,7 @@ def _submit(
         [request.prompt for request in requests if request.prompt is not None],
         [request.sampling_params for request in requests],
         row_keys=[request.row_key for request in requests],
+        occurrences=[request.occurrence for request in requests],
     )
 
 

@@ -38,8 +38,9 @@ class FinishedRows:
     """The finished rows of a job, from any of its processes and runs.
 
     A row's key covers everything that its tokens depend on: model, tokenizer, template and options
-    (the manifest), the row key of its random numbers, its prompt and its sampling parameters. So an
-    edited row is generated anew, and equal rows without an id share one answer.
+    (the manifest), the row key of its random numbers, its prompt, its sampling parameters and, of
+    sampled rows without an id, how many equal ones came before. So an edited row is generated anew,
+    and k equal rows find the k answers of an earlier run, in whatever order they come.
     """
 
     def __init__(self, journal: RowJournal, manifest: Manifest) -> None:
@@ -58,7 +59,11 @@ class FinishedRows:
         return self._journal.directory
 
     def keys(self, requests: Sequence[RowRequest]) -> list[bytes]:
-        return [self._key(request) for request in requests]
+        return [occurrence_key(self.row(request), request.occurrence) for request in requests]
+
+    def row(self, request: RowRequest) -> bytes:
+        """Return what equal rows have in common."""
+        return content_key(request, self._digest)
 
     def look_up(self, keys: Sequence[bytes]) -> list[Generation | None]:
         """Return the generations of finished rows, None for the others."""
@@ -104,10 +109,18 @@ class FinishedRows:
             logger.exception("a finished row could not be recorded")
         recorded.set_result(generation)
 
-    def _key(self, request: RowRequest) -> bytes:
-        content = [self._digest, request.row_key, *_content(request)]
-        text = json.dumps(content, default=repr)
-        return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+def content_key(request: RowRequest, digest: str = "") -> bytes:
+    """Return a key that equal rows have in common; `digest` is that of their job."""
+    text = json.dumps([digest, request.row_key, *_content(request)], default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+def occurrence_key(row: bytes, occurrence: int) -> bytes:
+    """Return the key of one of equal rows; the first has the key that they have in common."""
+    if not occurrence:
+        return row
+    return hashlib.blake2b(row + str(occurrence).encode(), digest_size=KEY_BYTES).digest()
 
 
 def is_final(generation: Generation) -> bool:
@@ -134,9 +147,15 @@ def check_job(directory: str | Path, manifest: Manifest) -> None:
 
 
 class Found(NamedTuple):
-    """The key of a row, and its answer if there is one."""
+    """A row, and its answer if there is one.
+
+    Attributes:
+        key: Of its record.
+        row: What equal rows have in common: if one of them ends processes, all of them do.
+    """
 
     key: bytes
+    row: bytes
     answer: Generation | None
 
 
@@ -157,24 +176,27 @@ class JobRows:
         Raises:
             ExecutionError: So many rows are poison that the engine must be broken; fails the job.
         """
-        keys = self._finished.keys(requests)
+        rows = [self._finished.row(request) for request in requests]
+        numbers = [request.occurrence for request in requests]
+        keys = list(map(occurrence_key, rows, numbers))
         answers = self._finished.look_up(keys)
         return [
-            Found(key, self._admission.verdict(key) if answer is None else answer)
-            for key, answer in zip(keys, answers, strict=True)
+            Found(key, row, self._admission.verdict(row) if answer is None else answer)
+            for key, row, answer in zip(keys, rows, answers, strict=True)
         ]
 
     def submit(
-        self, requests: Sequence[RowRequest], keys: Sequence[bytes], submit: Submit
+        self, requests: Sequence[RowRequest], found: Sequence[Found], submit: Submit
     ) -> list[Future[Generation]]:
         """Submit rows as the quarantine admits them, which may wait until others have left.
 
         Returns their answers, each of which completes once it is in the journal.
         """
         futures: dict[int, Future[Generation]] = {}
-        for group in self._admission.admit(keys):
+        rows = [one.row for one in found]
+        for group in self._admission.admit(rows):
             leaves = [
-                functools.partial(self._admission.leave, keys[i], group.num_deaths)
+                functools.partial(self._admission.leave, rows[i], group.num_deaths)
                 for i in group.positions
             ]
             try:
@@ -184,7 +206,7 @@ class JobRows:
                     leave(is_finished=False)
                 raise
             for i, future, leave in zip(group.positions, submitted, leaves, strict=True):
-                futures[i] = self._finished.watch(keys[i], future, leave)
+                futures[i] = self._finished.watch(found[i].key, future, leave)
         return [futures[i] for i in range(len(requests))]
 
     def flush(self, timeout_s: float | None = None) -> None:

@@ -150,6 +150,7 @@ class RowRequest:
     Attributes:
         column: The column of the prompt; errors of the engine name it.
         row_key: Seeds the random numbers of the row; None lets the engine choose.
+        occurrence: How many equal rows without a key the job had before this one.
         error: "Type: message", or "" if the row is fine; then `prompt` is not None.
         continuations: What a task scores after the prompt, which is then empty for a document.
     """
@@ -158,6 +159,7 @@ class RowRequest:
     sampling_params: SamplingParams
     column: str
     row_key: int | None = None
+    occurrence: int = 0
     error: str = ""
     continuations: tuple[str | list[int], ...] | None = None
 

@@ -59,4 +59,4 @@ def keys_of_samples():
         }
     )
     rows = FinishedRows(None, _Job())
-    return [rows._key(request).hex() for request in reader.read(table)]
+    return [key.hex() for key in rows.keys(reader.read(table))]
