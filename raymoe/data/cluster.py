@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util import get_node_ip_address
 
 from raymoe.data.address import check_address
+from raymoe.data.callbacks import register_callback
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import InfeasiblePlanError
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
@@ -160,7 +160,6 @@ def _known_gpu(nodes: Iterable[Mapping[str, Any]]) -> HardwareSpec | None:
     return min(found, key=lambda preset: preset.gpu_memory_bytes, default=None)
 
 
-VARIABLE = "RAY_DATA_EXECUTION_CALLBACKS"  # read for each pipeline, also for one made before
 SMALLEST = 1e-4  # Ray's unit of a resource; sums of floats are less exact
 ADVICE = (
     "Ray would wait for them without a word. Give each map_batches_kwargs of the pipeline "
@@ -194,11 +193,7 @@ def check_before_start() -> None:
     Raises:
         ConfigError: There is no Ray yet, and none answers where `ray.init` would look for it.
     """
-    name = f"{CheckFit.__module__}.{CheckFit.__name__}"
-    given = os.environ.get(VARIABLE, "")  # noqa: TID251 - a list of Ray's and no setting of ours
-    names = [each for each in given.split(",") if each]
-    if name not in names:
-        os.environ[VARIABLE] = ",".join([*names, name])  # noqa: TID251 - as above
+    register_callback(f"{CheckFit.__module__}.{CheckFit.__name__}")
     if not _has_ray():
         check_address()
 

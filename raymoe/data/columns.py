@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from raymoe.chat.parser import ChatParser
 from raymoe.config import SamplingParams
+from raymoe.data.batches import with_columns
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import ConfigError, in_step
 
@@ -90,9 +91,9 @@ class OutputColumns:
             )
 
     def append(
-        self, table: pa.Table, generations: Sequence[Generation]
-    ) -> tuple[pa.Table, Sequence[Generation]]:
-        """Return the table with the columns, and the generations that are in them.
+        self, batch: Any, generations: Sequence[Generation]
+    ) -> tuple[Any, Sequence[Generation]]:
+        """Return the batch with the columns, and the generations that are in them.
 
         A generation that a column cannot hold, such as one with a lone surrogate in its text, is
         replaced by an error that names the column.
@@ -102,9 +103,8 @@ class OutputColumns:
         except Exception:
             generations = [self._fitting(generation) for generation in generations]
             arrays = [_array(field, generations) for field in self.fields]
-        for field, array in zip(self.fields, arrays, strict=True):
-            table = table.append_column(field.with_name(self.prefix + field.name), array)
-        return table, generations
+        names = [self.prefix + field.name for field in self.fields]
+        return with_columns(batch, dict(zip(names, arrays, strict=True))), generations
 
     def _fitting(self, generation: Generation) -> Generation:
         num_input_tokens = 0

@@ -10,12 +10,10 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from raymoe.chat.parser import ChatParser
 from raymoe.config import (
@@ -24,6 +22,8 @@ from raymoe.config import (
     as_engine_config,
     as_sampling_params,
 )
+from raymoe.data.batches import check_format, column_names, num_rows
+from raymoe.data.callbacks import register_callback
 from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
 from raymoe.data.job_rows import Found, JobRows, check_job, content_key
 from raymoe.data.journal import SYNC_EVERY_S
@@ -31,6 +31,7 @@ from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.occurrences import RowNumbers
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
+from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.engine.outputs import Generation
@@ -52,11 +53,15 @@ if TYPE_CHECKING:
 
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_ENGINE_NAMES = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
+P = ParamSpec("P")
 Decode = Callable[[Sequence[Sequence[int]]], Sequence[str | Exception]]
 
 logger = logging.getLogger(__name__)
+
+register_callback("raymoe.data.before_start.PrepareGenerators")
 
 
 def check_options(
@@ -73,8 +78,7 @@ def check_options(
         UnsupportedModelError: The model's mathematics is not implemented.
     """
     known = inspect.signature(MoEGenerator).parameters.keys() - {"model_source"}
-    for name in options.keys() - known:
-        raise UnknownOptionError(name, {*known, *others} - {"options"})
+    _refuse_unknown(options, {*known, *others} - {"options"})
     as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
     output_columns(model_source, options)
@@ -82,7 +86,60 @@ def check_options(
     if directory is not None:
         config = as_engine_config(options.get("engine_config"))
         check_adapter(directory, is_ignored=config.ignore_adapter)
-        ModelSpec.from_directory(directory)
+        spec = ModelSpec.from_directory(directory)
+        as_sampling_params(options.get("sampling_params")).check_tokens(spec.vocab_size)
+
+
+def check_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a `MoEGenerator` by name.
+
+    Raises:
+        UnknownOptionError: It has no such argument.
+        ConfigError: It lacks its model, or has an argument twice.
+    """
+    signature = inspect.signature(MoEGenerator)
+    _refuse_unknown(kwargs, signature.parameters.keys())
+    args = tuple(args)
+    if not args and "model_source" not in kwargs:
+        raise ConfigError(
+            "MoEGenerator has no model_source; give a local model directory or a name on the hub, "
+            "in map_batches as fn_constructor_kwargs={'model_source': ...}"
+        )
+    try:
+        return dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"MoEGenerator({', '.join(f'{one!r:.60}' for one in args)}, ...): {error}; only "
+            "model_source may be given without its name"
+        ) from None
+
+
+def _refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
+    for name in options:
+        if name in known:
+            continue
+        for group, fields in {
+            "sampling_params": SAMPLING_NAMES,
+            "engine_config": _ENGINE_NAMES,
+        }.items():
+            if name in fields:
+                raise ConfigError(
+                    f"unknown option {name!r}; it belongs to {group}: give "
+                    f"{group}={{{name!r}: {options[name]!r:.60}}}"
+                )
+        raise UnknownOptionError(name, known)
+
+
+def _with_known_arguments(
+    init: "Callable[Concatenate[MoEGenerator, P], None]",
+) -> "Callable[Concatenate[MoEGenerator, P], None]":
+    """Have wrong arguments named, with what was probably meant, instead of Python's TypeError."""
+
+    def checked(self: "MoEGenerator", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        check_arguments(args, kwargs)
+        init(self, *args, **kwargs)
+
+    return functools.update_wrapper(checked, init)
 
 
 def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatParser:
@@ -118,7 +175,7 @@ def check_prefix(prefix: object) -> str:
 
 
 class MoEGenerator:
-    """The callable class for `Dataset.map_batches`; constructing it needs no Ray.
+    """The callable class for `Dataset.map_batches`, with batches of every format; needs no Ray.
 
     It owns one engine and is called by many threads: each call blocks until the rows of its batch
     are done, while the engine batches the rows of all calls. Every input row gives one output row,
@@ -189,6 +246,7 @@ class MoEGenerator:
     _parser = NO_PARSER
     _has_finished_a_batch = _has_generated_a_batch = False
 
+    @_with_known_arguments
     def __init__(  # noqa: PLR0913 - the options of a user, all keyword-only
         self,
         model_source: str | Path,
@@ -230,6 +288,7 @@ class MoEGenerator:
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
+        self._counts, self._has_token_bytes = RowCounter(), has_token_bytes
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
@@ -242,8 +301,6 @@ class MoEGenerator:
             make_manifest = functools.partial(Manifest.of, *parts)
             open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
-        self._counts, self._has_token_bytes = RowCounter(), has_token_bytes
-        self._numbers = RowNumbers()
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
@@ -251,8 +308,16 @@ class MoEGenerator:
             columns = OutputColumns.of(defaults, parser=self._parser, **has)
             self._columns = dataclasses.replace(columns, prefix=column_prefix)
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        """Generate for one table; blocks until all its rows are done."""
+    def __call__(self, batch: Any) -> Any:
+        """Generate for the rows of one batch; blocks until all are done.
+
+        Args:
+            batch: An Arrow table, a pandas frame, or arrays by name, as Ray Data gives it for its
+                `batch_format`.
+
+        Returns:
+            The batch in the same format, with the columns added.
+        """
         self._check(batch)
         if os.getpid() != self._pid:
             raise ExecutionError(
@@ -262,7 +327,8 @@ class MoEGenerator:
         if self._engine is None:
             raise ExecutionError("this MoEGenerator is closed")
         requests = self._reader.read(batch)
-        whole, num_found = self._generate(self._engine, requests)
+        with self._calls.count(len(requests), self._engine):
+            whole, num_found = self._generate(self._engine, requests)
         self._has_finished_a_batch = True
         parts = self._split(self._engine, requests, whole)
         if self._has_token_bytes and self._task is None:
@@ -304,10 +370,13 @@ class MoEGenerator:
         open_job: Callable[[], JobRows] | None,
     ) -> None:
         """Start the engine, with an observer from before it loads, and open its journal."""
+        self._calls, self._numbers = SerialCalls(config.expected_calls), RowNumbers()
         try:
             task = GENERATE if self._task is None else self._task.task
             self._observer = Observer(name, self._counts, status_dir=status_dir, task=task)
             self._engine = self._open_engine(model_source, config)
+            if isinstance(self._reader, RowReader):
+                self._engine.check_params(self._reader.defaults)
             self._job = None if open_job is None else open_job()
         except BaseException as error:
             if self._observer is not None:
@@ -324,16 +393,25 @@ class MoEGenerator:
         self._template = read_chat_template(engine.directory)
         return engine
 
-    def _check(self, batch: pa.Table) -> None:
-        if not isinstance(batch, pa.Table):
-            raise ConfigError(
-                f"the batch is a {type(batch).__name__}; set batch_format='pyarrow' in map_batches "
-                "(raymoe.map_batches_kwargs does)"
-            )
-        self._columns.check_names(batch.column_names)
+    @property
+    def thread_pool_executor(self) -> CallerThread:
+        """Where Ray Data has a class called that it was not told to be thread-safe.
+
+        This one is, so that its calls run in the threads that they come from.
+        """
+        return CallerThread()
+
+    @thread_pool_executor.setter
+    def thread_pool_executor(self, executor: Executor) -> None:
+        executor.shutdown(wait=False)
+
+    def _check(self, batch: Any) -> None:
+        check_format(batch)
+        names = column_names(batch)
+        self._columns.check_names(names)
         # Blocks may lack a column that is null in all their rows, so only a first one is an error.
-        if batch.num_rows and not self._has_finished_a_batch:
-            self._reader.check_schema(batch.schema)
+        if num_rows(batch) and not self._has_finished_a_batch:
+            self._reader.check_columns(names)
 
     def _numbered(self, requests: Sequence[RowRequest]) -> list[RowRequest]:
         """Return the rows, each of which knows how many equal ones there were before it."""

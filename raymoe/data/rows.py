@@ -3,13 +3,14 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
+from raymoe.data.batches import column_names, num_rows, plain_cell, plain_cells
 from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
 from raymoe.errors import ConfigError, describe
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
@@ -35,11 +36,30 @@ class BadCell:
     reason: str
 
 
-def read_cells(table: pa.Table, column: str | None) -> list[Any]:
+def read_cells(batch: Any, column: str | None) -> list[Any]:
     """Return the cells of a column as Python values; all None if it does not exist."""
-    if column is None or column not in table.column_names:
-        return [None] * table.num_rows
-    array = table.column(column)
+    if column is None or column not in column_names(batch):
+        return [None] * num_rows(batch)
+    if not isinstance(batch, pa.Table):
+        return _cells_outside_arrow(batch[column])
+    return _cells_of_arrow(batch.column(column))
+
+
+def _cells_outside_arrow(values: Any) -> list[Any]:
+    try:
+        return plain_cells(values)
+    except RecursionError:
+        return [_cell_outside_arrow(value) for value in values]
+
+
+def _cell_outside_arrow(value: Any) -> Any:
+    try:
+        return plain_cell(value)
+    except RecursionError:
+        return BadCell("ValueError", f"is nested more than {MAX_LEVELS} levels deep")
+
+
+def _cells_of_arrow(array: pa.ChunkedArray) -> list[Any]:
     if _is_too_deep(array.type):
         bad = BadCell("ValueError", f"has a type nested more than {MAX_LEVELS} levels deep")
         return [bad if scalar.is_valid else None for scalar in array]
@@ -138,6 +158,8 @@ def shown(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
 
 
 SAMPLING_COLUMN, TEMPLATE_COLUMN = "sampling_params", "chat_template_kwargs"
+# In the place of a column's name where `build_processor` has said that rows have none of them.
+NO_COLUMN = "__no_prompt__"
 Prompt = str | list[int] | list[dict[str, Any]] | Chat
 
 _KEYS_WITH_A_COLUMN = ("logprobs", "prompt_logprobs")
@@ -194,20 +216,47 @@ class RowReader:
         return cls(defaults=defaults, **given)
 
     def check_schema(self, schema: pa.Schema) -> None:
-        names = set(schema.names)
-        have = f"the table has {', '.join(map(repr, schema.names)) or 'no columns'}"
-        if not names & {self.prompt_column, self.messages_column}:
-            raise ConfigError(
-                f"neither column {self.prompt_column!r} nor {self.messages_column!r} exists; "
-                f"{have}; set prompt_column or messages_column"
-            )
+        self.check_columns(schema.names)
+
+    def check_columns(self, names: Sequence[str]) -> None:
+        """Refuse rows without the columns that were named.
+
+        Raises:
+            ConfigError: There is neither a prompt nor messages, or a named column is missing.
+        """
+        have = f"the rows have {', '.join(map(repr, names)) or 'no columns'}"
+        if not {*names} & {self.prompt_column, self.messages_column}:
+            raise ConfigError(f"{self._missing()}; {have}; {self._advice()}")
         for option in ("id_column", "tools_column", "error_column"):
             name = getattr(self, option)
             if name is not None and name not in names:
                 raise ConfigError(f"{option} {name!r} does not exist; {have}")
 
-    def read(self, table: pa.Table) -> list[RowRequest]:
-        """Return one request for each row, in order; never raises for a row."""
+    @property
+    def _only_column(self) -> str:
+        is_chat = self.prompt_column == NO_COLUMN
+        return self.messages_column if is_chat else self.prompt_column
+
+    def _missing(self) -> str:
+        if NO_COLUMN in {self.prompt_column, self.messages_column}:
+            return f"no column {self._only_column!r} exists"
+        return f"neither column {self.prompt_column!r} nor {self.messages_column!r} exists"
+
+    def _advice(self) -> str:
+        if self.prompt_column == NO_COLUMN:
+            return (
+                "return it from preprocess, or give chat_template_stage=False where rows have a "
+                "'prompt' and no messages"
+            )
+        if self.messages_column == NO_COLUMN:
+            return (
+                "return it from preprocess, or leave out chat_template_stage=False where rows have "
+                "'messages'"
+            )
+        return "set prompt_column or messages_column"
+
+    def read(self, table: Any) -> list[RowRequest]:
+        """Return one request for each row of a batch, in order; never raises for a row."""
         rows = zip(
             read_cells(table, self.prompt_column),
             read_cells(table, self.messages_column),
@@ -244,6 +293,8 @@ class RowReader:
     def _read_prompt(self, row: "_Row") -> Prompt:
         prompt, messages = row.prompt, row.messages
         if prompt is None and messages is None:
+            if NO_COLUMN in {self.prompt_column, self.messages_column}:
+                raise RowError("ValueError", self._only_column, "is null")
             other = f"and column {self.messages_column!r} has no messages"
             raise RowError("ValueError", self.prompt_column, f"is null {other}")
         if prompt is not None and messages is not None:

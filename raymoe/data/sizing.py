@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
+from raymoe.data.before_start import known_columns
 from raymoe.data.cluster import Cluster, check_before_start
-from raymoe.data.generator import MoEGenerator, check_options, output_columns
+from raymoe.data.generator import check_options, output_columns
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
@@ -184,7 +185,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """
     counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
-    _check_options(model_source, options, ds)
+    _check_options(model_source, {**options, "engine_config": engine_config}, ds)
     config = _with_hardware(as_engine_config(engine_config))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
     pool = (min_actors or num_actors, num_actors)
@@ -224,7 +225,11 @@ def _check_options(
         raise ConfigError(shadow)
     check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     if ds is not None:
-        output_columns(model_source, options).check_names(_known_columns(ds))
+        dag = ds._logical_plan.dag  # noqa: SLF001 - as in `find_workload`
+        columns = known_columns(dag)
+        output_columns(model_source, options).check_names(columns.names)
+        if columns.is_complete:
+            reader_of(options).check_columns(columns.names)
     check_before_start()
 
 
@@ -351,34 +356,6 @@ def _find_workload(
     if given is None:
         return None if ds is None else find_workload(ds, model_source, reader_of(options))
     return given if read_task_of(options) is None else given.without_generation()
-
-
-# Logical operators of Ray Data whose rows have the columns of their input.
-_KEEP_COLUMNS = frozenset(
-    ("Filter", "Limit", "RandomShuffle", "RandomizeBlocks", "Repartition", "Sort",
-     "StreamingRepartition")
-)  # fmt: skip
-
-
-def _known_columns(ds: "Dataset") -> set[str]:
-    """Return the columns that rows have for sure; nothing is run for it.
-
-    Those are the columns of the input and of other generators, up to the last stage whose function
-    may return anything.
-    """
-    names: set[str] = set()
-    operator: Any = ds._logical_plan.dag  # noqa: SLF001 - as in `find_workload`
-    while True:
-        schema = operator.infer_schema()
-        if schema is not None:
-            return names | set(schema.names)
-        fn = getattr(operator, "fn", None)
-        if isinstance(fn, type) and issubclass(fn, MoEGenerator):
-            source, options = operator.fn_constructor_args[0], operator.fn_constructor_kwargs
-            names |= output_columns(source, options).names
-        elif type(operator).__name__ not in _KEEP_COLUMNS:
-            return names
-        (operator,) = operator.input_dependencies
 
 
 def _with_hardware(config: EngineConfig) -> EngineConfig:

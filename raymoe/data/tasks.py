@@ -79,17 +79,21 @@ class TaskReader:
     options: TaskOptions
 
     def check_schema(self, schema: pa.Schema) -> None:
+        self.check_columns(schema.names)
+
+    def check_columns(self, names: Sequence[str]) -> None:
+        """Refuse rows without what the task reads; see `RowReader.check_columns`."""
         if self.options.task != "score":
-            self.rows.check_schema(schema)
+            self.rows.check_columns(names)
             return
-        if self.options.continuation_column not in schema.names:
-            have = ", ".join(map(repr, schema.names)) or "no columns"
+        if self.options.continuation_column not in names:
+            have = ", ".join(map(repr, names)) or "no columns"
             raise ConfigError(
-                f"no column {self.options.continuation_column!r}; the table has {have}, "
+                f"no column {self.options.continuation_column!r}; the rows have {have}, "
                 "and the task 'score' needs the text that is scored"
             )
 
-    def read(self, table: pa.Table) -> list[RowRequest]:
+    def read(self, table: Any) -> list[RowRequest]:
         """Return one request for each row, in order; never raises for a row."""
         requests = self.rows.read(table)
         if self.options.task == "score":
@@ -102,7 +106,7 @@ class TaskReader:
             ]
         return requests
 
-    def _read_scores(self, table: pa.Table, requests: Sequence[RowRequest]) -> list[RowRequest]:
+    def _read_scores(self, table: Any, requests: Sequence[RowRequest]) -> list[RowRequest]:
         columns = (
             read_cells(table, self.options.continuation_column),
             read_cells(table, self.rows.prompt_column),

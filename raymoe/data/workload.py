@@ -37,6 +37,9 @@ def find_workload(
 
     The first rows are read, through stages of tasks if there are any. A stage of actors, such as
     another generator, is not run for it. The number of rows comes from what Ray knows.
+
+    Raises:
+        ConfigError: The rows lack a column that the reader needs.
     """
     dag = ds._logical_plan.dag  # noqa: SLF001 - Ray has no public way; its versions are pinned
     if any(_has_actors(operator) for operator in dag.post_order_iter()):
@@ -49,6 +52,7 @@ def find_workload(
         return None
     num_rows = ds._meta_count() or MANY_ROWS  # noqa: SLF001 - as above
     sample = pa.concat_tables(tables, promote_options="permissive")
+    reader.check_schema(sample.schema)  # in the user's words, before an actor starts
     return workload_of(sample, num_rows, model_source, reader)
 
 

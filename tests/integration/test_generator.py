@@ -177,8 +177,8 @@ def test_the_first_error_row_raises_when_asked(model):
 
 
 def test_wrong_tables_are_refused(generator, model):
-    with pytest.raises(ConfigError, match="batch_format='pyarrow'"):
-        generator({"prompt": ["a"]})
+    with pytest.raises(ConfigError, match="the batch is a list; MoEGenerator takes a dict"):
+        generator(["a"])
     with pytest.raises(ConfigError, match="names of output columns: generated_text"):
         generator(pa.table({"prompt": ["a"], "generated_text": ["b"]}))
     fresh = make(model, prompt_column="question")

@@ -257,6 +257,18 @@ def test_a_guilty_row_becomes_an_error_row_among_good_ones(fakes, tmp_path):
     assert num_generated(operator) == 2
 
 
+def test_equal_rows_that_end_processes_are_one_guilty_row(fakes, tmp_path):
+    first = fakes.make(tmp_path)
+    table = pa.table({"prompt": ["same"] * 5 + ["other"]})
+    key = first._job._finished.row(first._reader.read(table)[0])
+    first.close()
+    die(tmp_path, [key], alone=True)
+    die(tmp_path, [key], alone=True)
+    *errors, good = fakes.make(tmp_path)(table).column("__inference_error__").to_pylist()
+    assert good == ""
+    assert all("this row ended the process 2 times" in error for error in errors)
+
+
 def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes, tmp_path):
     fakes.make(tmp_path).close()
     with pytest.raises(ConfigError, match=r"seed was 0, is 1"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from raymoe.data import cluster
+from raymoe.data import callbacks, cluster
 from raymoe.data.cluster import CheckFit, PoolWatch, Stage, check_before_start, find_problem
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
@@ -109,10 +109,10 @@ def test_pipelines_without_a_generator_are_left_alone(monkeypatch):
 
 def test_the_check_stands_next_to_callbacks_of_others(monkeypatch):
     monkeypatch.setattr(cluster, "check_address", lambda: None)
-    monkeypatch.setenv(cluster.VARIABLE, "somebody.Else")
+    monkeypatch.setenv(callbacks.VARIABLE, "somebody.Else")
     map_batches_kwargs("m")
     check_before_start()
-    assert os.environ[cluster.VARIABLE] == "somebody.Else,raymoe.data.cluster.CheckFit"
+    assert os.environ[callbacks.VARIABLE] == "somebody.Else,raymoe.data.cluster.CheckFit"
 
 
 class Pool:
