@@ -100,8 +100,20 @@ def _errors(status: ActorStatus) -> Values:
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
 _PLAIN = (
-    ("rows", _COUNTER, "Rows answered, error rows included.", _of_rows("num_rows")),
-    ("journal_rows", _COUNTER, "Rows that a journal had.", _of_rows("num_found_rows")),
+    ("rows", _COUNTER, "Rows returned, error rows included.", _of_rows("num_rows")),
+    ("journal_rows", _COUNTER, "Rows returned that a journal had.", _of_rows("num_found_rows")),
+    (
+        "row_prompt_tokens",
+        _COUNTER,
+        "Prompt tokens of the rows returned, as in the totals of a job.",
+        _of_rows("num_input_tokens"),
+    ),
+    (
+        "row_generated_tokens",
+        _COUNTER,
+        "Tokens of all samples of the rows returned, as in the totals of a job.",
+        _of_rows("num_generated_tokens"),
+    ),
     (
         "prompt_tokens",
         _COUNTER,
@@ -123,7 +135,7 @@ _PLAIN = (
     (
         "generated_tokens",
         _COUNTER,
-        "Tokens generated.",
+        "Tokens generated, those of unfinished rows and of lost ones included.",
         _of_engine(lambda one: one.num_generated_tokens),
     ),
     (
@@ -132,7 +144,7 @@ _PLAIN = (
         "Sequences that gave up their KV blocks and were computed again.",
         _of_engine(lambda one: one.num_preemptions),
     ),
-    ("steps", _COUNTER, "Passes run.", _of_engine(lambda one: one.num_steps)),
+    ("steps", _COUNTER, "Steps run.", _of_engine(lambda one: one.num_steps)),
     ("step_seconds", _COUNTER, "Time in steps.", _of_engine(lambda one: one.busy_s)),
     (
         "predicted_step_seconds",
@@ -513,6 +525,7 @@ def summarise(plan: Plan) -> PlanSummary:
     return PlanSummary(
         schedule=plan.schedule,
         tokens_per_s=plan.tokens_per_s,
+        generated_tokens=plan.workload.total_generated_tokens,
         bound=RESOURCE_NAMES[plan.bound],
         description=plan.describe(),
     )
@@ -521,22 +534,22 @@ def summarise(plan: Plan) -> PlanSummary:
 def actor_line(status: ActorStatus) -> str:
     """Format rows, speed, utilisation, and the accuracy of the plan."""
     rows, engine = status.rows, status.engine
-    parts = [f"{rows.num_rows:,} rows"]
+    parts = [f"{rows.num_rows:,} rows returned"]
     if rows.num_error_rows:
-        parts.append(f"{rows.num_error_rows:,} error rows")
+        parts.append(f"{rows.num_error_rows:,} with errors")
     rate = recent_rate(status.history, "num_tokens")
     if rate is not None:
         parts.append(f"{rate:,.0f} {rate_unit(status.task)}")
     if engine is not None:
         parts += [
-            f"pool {100 * engine.pool_fill:.0f} %",
-            f"KV {100 * engine.kv_use:.0f} %",
-            f"{engine.num_queued_rows:,} rows wait",
+            f"{100 * engine.pool_fill:.0f} % of slots in use",
+            f"{100 * engine.kv_use:.0f} % of KV blocks in use",
+            f"{engine.num_queued_rows:,} rows wait for a slot",
         ]
         if engine.num_preemptions:
             parts.append(f"{engine.num_preemptions:,} preemptions")
         if engine.predicted_s:
-            parts.append(f"passes {engine.busy_s / engine.predicted_s:.2f} x as predicted")
+            parts.append(f"steps take {engine.busy_s / engine.predicted_s:.2f} x the prediction")
     return " | ".join(parts)
 
 

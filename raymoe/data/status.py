@@ -60,11 +60,13 @@ class PlanSummary:
 
     Attributes:
         tokens_per_s: Predicted generated tokens per second of the planned job.
+        generated_tokens: Those of the planned job, if each row generates as many as it may.
         description: The whole plan as text.
     """
 
     schedule: str
     tokens_per_s: float
+    generated_tokens: float = 0.0
     bound: str
     description: str
 

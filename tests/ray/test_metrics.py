@@ -87,6 +87,7 @@ def test_the_series_arrive_with_the_numbers_of_the_rows(ray_with_metrics, tiny_m
         ("ray_raymoe_rows_total", ""): 20.0,
         ("ray_raymoe_error_rows_total", "ValueError"): 1.0,
         ("ray_raymoe_generated_tokens_total", ""): 19 * 4.0,
+        ("ray_raymoe_row_generated_tokens_total", ""): 19 * 4.0,
         ("ray_raymoe_prompt_tokens_total", ""): float(stats.num_prompt_tokens),
         ("ray_raymoe_steps_total", ""): float(stats.num_steps),
         ("ray_raymoe_live_sequences", ""): 0.0,

@@ -65,6 +65,7 @@ PANELS = (
         queries=(
             Query(f"sum by (actor) ({rate('generated_tokens')})", "{{actor}}"),
             Query(f"sum({rate('generated_tokens')})", "all"),
+            Query(f"sum({rate('row_generated_tokens')})", "of rows returned"),
         ),
     ),
     Panel(
@@ -73,6 +74,7 @@ PANELS = (
         queries=(
             Query(f"sum({rate('prompt_tokens')})", "computed"),
             Query(f"sum({rate('cached_tokens')})", "found"),
+            Query(f"sum({rate('row_prompt_tokens')})", "of rows returned"),
         ),
     ),
     Panel(

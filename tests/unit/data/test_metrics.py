@@ -12,6 +12,8 @@ from tests.unit.data.statuses import ENGINE, ROWS, actor
 EXPECTED = {
     "ray_raymoe_rows_total": {"": 100},
     "ray_raymoe_journal_rows_total": {"": 10},
+    "ray_raymoe_row_prompt_tokens_total": {"": 900},
+    "ray_raymoe_row_generated_tokens_total": {"": 1000},
     "ray_raymoe_error_rows_total": {"ConfigError": 2, "DecodeError": 1},
     "ray_raymoe_prompt_tokens_total": {"": 900},
     "ray_raymoe_cached_tokens_total": {"": 64},
@@ -37,7 +39,8 @@ def test_each_series_is_the_number_that_its_name_says():
 
 def test_before_the_model_is_loaded_only_rows_are_known():
     found = {metric.name for metric in METRICS if metric.values(actor(engine=None))}
-    assert found == {"raymoe_rows", "raymoe_journal_rows", "raymoe_error_rows"}
+    tokens = {"raymoe_row_prompt_tokens", "raymoe_row_generated_tokens"}
+    assert found == {"raymoe_rows", "raymoe_journal_rows", "raymoe_error_rows"} | tokens
 
 
 class Recorded:
