@@ -121,6 +121,12 @@ class JobView:
         return self.state in {LOADING, RUNNING}
 
     @property
+    def is_loading(self) -> bool:
+        """Whether all that live are still loading weights."""
+        alive = [actor for actor in self.actors if actor.is_alive]
+        return bool(alive) and all(actor.state == LOADING for actor in alive)
+
+    @property
     def can_resume(self) -> bool:
         """Whether another run can finish the job."""
         return self.job is not None and self.state in {STOPPED, FAILED, LOST}
@@ -253,14 +259,32 @@ class JobView:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the rate of rows since the first model was loaded, or None."""
+        """Seconds to the end at most, by finished rows and by generated tokens; None if unknown."""
+        if self.total_rows is None or not self.is_alive:
+            return None
+        known = (self._left_by_rows_s(self.total_rows), self._left_by_tokens_s())
+        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    def _left_by_rows_s(self, total_rows: int) -> float | None:
+        """At the rate since the first model was loaded; the first rows to finish come late."""
         num_done = self.num_finished_rows - self.former.num_rows
-        if self.total_rows is None or not self.is_alive or num_done <= 0:
+        if num_done <= 0:
             return None
         begins = [actor.status.history[0][0] for actor in self.actors if actor.status.history]
         generating_s = max(0.0, self.now_s - min(begins)) if begins else self.run_s
         seconds = min(self.run_s, generating_s)
-        return (self.total_rows - self.num_finished_rows) * seconds / num_done
+        return (total_rows - self.num_finished_rows) * seconds / num_done
+
+    def _left_by_tokens_s(self) -> float | None:
+        """At the latest rate, if each row generates as many tokens as it may."""
+        plans = [actor.status.plan for actor in self.actors if actor.is_alive]
+        tokens = sum(plan.generated_tokens for plan in plans if plan is not None)
+        is_known = self.task == GENERATE and None not in plans and self.tokens_per_s > 0
+        if not (is_known and tokens):
+            return None
+        engines = [actor.status.engine for actor in self.actors if actor.is_alive]
+        done = sum(one.num_generated_tokens for one in engines if one is not None)
+        return max(0, tokens - done) / self.tokens_per_s
 
     @property
     def currency(self) -> str:

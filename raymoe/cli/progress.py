@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raymoe.data.status import GENERATE, LOADING, rate_unit
+from raymoe.data.status import GENERATE, rate_unit
 from raymoe.safe_text import harmless
 from raymoe.status_view import JobView, node_rates
 from raymoe.units import format_money, format_seconds
 
 LOG_EVERY_S, YOUNG_S, LOG_LATER_EVERY_S = 10.0, 300.0, 60.0
-MIN_BAR, MAX_BAR = 10, 24  # cells
+MIN_BAR, MAX_BAR = 6, 24  # cells
+RATE = 3  # rank of the speed
 SEPARATOR = " | "
 MAX_GROUPS = 5
 
@@ -39,11 +40,12 @@ def progress_parts(view: JobView) -> Iterator[Part]:
     yield Part(0, f"{view.num_finished_rows:,} of {total:,} rows")
     if view.num_error_rows:
         yield Part(2, f"{view.num_error_rows:,} with errors")
-    alive = [actor for actor in view.actors if actor.is_alive]
-    if alive and all(actor.state == LOADING for actor in alive):
+    if view.is_loading:
         yield Part(1, "loading the weights")
+    elif not (view.actors or view.num_rows):
+        yield Part(1, "waiting for actors")
     elif view.actors:
-        yield Part(3, f"{view.tokens_per_s:,.0f} {rate_unit(view.task)}")
+        yield Part(RATE, f"{view.tokens_per_s:,.0f} {rate_unit(view.task)}")
     yield Part(4, f"{format_seconds(view.run_s)} elapsed")
     if view.left_s is not None and view.num_finished_rows < total:
         yield Part(1, f"{format_seconds(view.left_s)} left")
@@ -59,8 +61,12 @@ def progress_line(view: JobView, width: int | None = None) -> str:
     parts = list(progress_parts(view))
     if width is None:
         return SEPARATOR.join(part.text for part in parts)
-    while len(parts) > 1 and _length(parts) + MIN_BAR + len("[] ") > width:
-        parts.remove(max(parts, key=lambda part: part.rank))
+    while len(parts) > 1:
+        last = max(parts, key=lambda part: part.rank)
+        bar = len("[] ") + MIN_BAR if last.rank > RATE else 0  # speed matters more than a bar
+        if _length(parts) + bar <= width:
+            break
+        parts.remove(last)
     text = SEPARATOR.join(part.text for part in parts)
     cells = min(MAX_BAR, width - len(text) - len("[] "))
     if cells < MIN_BAR:

@@ -108,6 +108,8 @@ def _state_parts(view: JobView) -> Iterator[str]:
             yield f"{view.num_rows:,} of them in the output"
     if view.num_error_rows:
         yield f"{view.num_error_rows:,} with errors"
+    if view.is_loading:
+        yield "loading the weights"
     if view.state == LOST and job is not None:
         yield f"its driver last wrote {ago(view.now_s - job.updated_unix_s)}"
 

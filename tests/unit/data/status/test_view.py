@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from raymoe.data.error_groups import ErrorGroup
-from raymoe.data.status import FormerRuns, read_status
+from raymoe.data.status import FormerRuns, PlanSummary, RowCounts, read_status
 from raymoe.status_view import LOST_S, MAX_NODES_IN_A_LINE, JobView, former_runs, node_rates
-from tests.unit.data.statuses import NOW_S, actor, job, write
+from tests.unit.data.statuses import ENGINE, NOW_S, actor, job, write
 
 SECOND = actor("node-b-2-def")
 
@@ -33,6 +33,22 @@ def test_a_running_job_says_how_fast_how_long_and_at_what_cost(tmp_path):
     assert seen.cost == pytest.approx(0.2)  # two nodes for a sixth of an hour at 0.6
     assert seen.cost_per_million_tokens == pytest.approx(0.2 / 6000 * 1e6)
     assert node_rates(seen.nodes) == "node-a 10 tokens/s, node-b 10 tokens/s"
+
+
+def test_before_rows_finish_tokens_say_how_long_the_job_takes_at_most(tmp_path):
+    plan = PlanSummary(schedule="a", tokens_per_s=1.0, generated_tokens=5100, bound="b",
+                       description="c")  # fmt: skip
+    rows, engine = RowCounts(), dataclasses.replace(ENGINE, num_finished_rows=0)
+    young = actor(plan=plan, rows=rows, engine=engine)
+    seen = view(tmp_path / "a", job=job(num_rows=0), actors=[young])
+    assert seen.left_s == pytest.approx((5100 - 1100) / 10)
+    first = dataclasses.replace(young, engine=dataclasses.replace(engine, num_finished_rows=1))
+    seen = view(tmp_path / "b", job=job(num_rows=0), actors=[first])
+    assert seen.left_s == pytest.approx(400.0)  # not 399 times ten minutes
+    assert (
+        view(tmp_path / "c", job=job(num_rows=0), actors=[actor(rows=rows, engine=engine)]).left_s
+        is None
+    )
 
 
 def test_a_job_that_is_over_is_judged_as_a_whole(tmp_path):
