@@ -393,10 +393,10 @@ def summary(view: JobView, *, has_samples: bool) -> str:
 def _notes(view: JobView, *, has_samples: bool) -> Iterator[str]:
     """What a reader should know before the numbers."""
     reason = "" if view.job is None else _reason(view.job.reason, has_samples=has_samples)
-    if reason:
-        yield paragraph(f"This job {view.state}: {reason}")
-    if view.can_resume:
-        yield paragraph("The same command with --resume goes on from here.")
+    said = [f"{view.state.capitalize()}: {reason}."] if reason else []
+    said += ["The same command with --resume goes on from here."] if view.can_resume else []
+    if said:
+        yield paragraph(" ".join(said))
     if view.former.num_runs:
         latest = f"the latest took {format_seconds(view.run_s)}"
         unknown = "" if view.former.elapsed_s is not None else "; how long others took is not known"
@@ -484,12 +484,13 @@ def accuracy(view: JobView) -> str:
 
 
 def pictures(view: JobView) -> str:
+    title = "Over time" + (", in the latest run" if view.former.num_runs else "")
     actors = [actor for actor in view.actors if len(actor.status.history) > 1]
     if not actors:
-        return section("Over time", paragraph("No actor ran long enough to be seen twice."))
+        return section(title, paragraph("No actor ran long enough to be seen twice."))
     start_s = min(actor.status.started_unix_s for actor in actors)
     charts = (throughput(actors, start_s), *fills(actors, start_s))
-    return section("Over time", *map(picture, charts))
+    return section(title, *map(picture, charts))
 
 
 def roofline(view: JobView) -> str:

@@ -90,11 +90,11 @@ def _lines(view: JobView) -> Iterator[str]:
     if view.num_cached_tokens:
         share = f"{100 * view.cached_share:.0f} %"
         yield f"{view.num_cached_tokens:,} prompt tokens ({share}) were found in the KV cache"
+    yield from error_lines(view)
     if view.job is not None and view.job.reason:
         yield f"reason: {view.job.reason}"
     if view.can_resume:
         yield "The same command with --resume goes on from here."
-    yield from error_lines(view)
 
 
 def _state_parts(view: JobView) -> Iterator[str]:
