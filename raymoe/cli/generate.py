@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -680,7 +681,12 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
             fields[name] = parse_bytes(str(fields[name]))
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
-    return EngineConfig.from_dict(fields)
+    config = EngineConfig.from_dict(fields)
+    if config.device == "cuda" and not os.environ.get("RAY_ADDRESS"):  # engines run here
+        from raymoe.device.cuda import check_cuda  # noqa: PLC0415 - it imports torch
+
+        check_cuda()
+    return config
 
 
 def _value(text: str) -> Any:

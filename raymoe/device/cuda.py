@@ -53,6 +53,7 @@ from raymoe.units import MIB, format_bytes
 PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
 _MASK_BITS = 1024  # upper bound of NUMA nodes
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 SetPolicy = Callable[[int, int | None], None]
 
@@ -321,12 +322,40 @@ class CudaDevice(Generic[StreamT, EventT]):
         )
 
 
-def check_cuda(index: int = 0) -> None:
-    if index >= torch.cuda.device_count():
+def check_cuda(index: int = 0, root: Path = Path("/")) -> None:
+    """Raise ConfigError if torch sees no such GPU, with the reason as far as it is known.
+
+    Args:
+        root: Contains proc; tests use their own tree.
+    """
+    count = torch.cuda.device_count()
+    if index >= count:
+        reason = f"torch sees {count} of them" if count else _why_no_gpu(root)
         raise ConfigError(
-            f"there is no CUDA device {index}: torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()}; use the device 'cpu' or 'emulated'"
+            f"the device is 'cuda', but there is no GPU {index}: {reason}; or choose the device "
+            "'cpu'"
         )
+
+
+def _why_no_gpu(root: Path) -> str:
+    visible = os.environ.get(VISIBLE_GPUS)  # noqa: TID251 - a list of CUDA's and no setting of ours
+    driver = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    reasons = []
+    if not driver:
+        reasons.append(
+            "no NVIDIA driver is visible here (in a container: start it with --gpus all)"
+        )
+    if torch.version.cuda is None:
+        reasons.append(f"torch {torch.__version__} is built without CUDA (pytorch.org has builds)")
+    if visible is not None and visible.strip() in ("", "-1"):
+        reasons.append(
+            f"{VISIBLE_GPUS} is {visible[:40]!r} (a Ray actor sees those of its num_gpus)"
+        )
+    unknown = (
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} finds none with the driver "
+        f"{driver[:80]!r} (nvidia-smi says whether it works)"
+    )
+    return ", and ".join(reasons) or unknown
 
 
 def free_gpu_bytes(index: int = 0) -> int:
