@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -14,27 +15,34 @@ import typer
 from raymoe.cli import size
 from raymoe.cli.generate import check_batch_options
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.status import clear_status
 from raymoe.errors import ConfigError
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
-from raymoe.specs.files import read_text
+from raymoe.specs.files import expanded, read_text
 from raymoe.units import GIB, MIB
 
 TOKEN_VARIABLE = "RAYMOE_SERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 MODULES = ("starlette", "uvicorn", "python_multipart")
 BACKLOG, GRACE_S = 1024, 5
+DIRECT_STATUS = "direct.status"  # of the engine for requests that are no batch
 
 
 RequestSize = Annotated[
     int,
-    typer.Option(parser=size, metavar="SIZE", help="Largest body of a request without a file."),
+    typer.Option(
+        parser=size, metavar="SIZE", help="Refuse a request without a file whose body is larger."
+    ),
 ]
-Connections = Annotated[int, typer.Option(min=1, help="Further clients are answered with 503.")]
+Connections = Annotated[
+    int, typer.Option(min=1, help="Answer clients beyond this number with 503.")
+]
 Strangers = Annotated[
     int,
     typer.Option(
-        min=1, help="Connections without an accepted request; another one ends the oldest."
+        min=1,
+        help="Keep this many connections without an accepted request; one more ends the oldest.",
     ),
 ]
 Timeout = Annotated[
@@ -42,54 +50,67 @@ Timeout = Annotated[
     typer.Option(
         min=0.1,
         max=3600,
-        help="Seconds in which headers, each 16 KiB of a body and each piece of a response "
-        "have to pass; slower connections are cut.",
+        help="Cut connections whose headers, next 16 KiB of a body or next piece of a response "
+        "take longer than these seconds.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the token that requests must carry (Authorization: Bearer TOKEN, the "
-        f"api_key of a client); {TOKEN_VARIABLE} in the environment is another way."
+        help="Read the token that requests must carry (Authorization: Bearer TOKEN, the api_key of "
+        f"a client) from this file; {TOKEN_VARIABLE} in the environment is another way."
     ),
 ]
 
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
-    model: Annotated[str, typer.Option(help="Model directory, or a name on the hub.")],
+    model: Annotated[
+        str, typer.Option(help="Serve the model of this directory or name on the hub.")
+    ],
     directory: Annotated[
-        Path, typer.Option(help="Keeps files and batches; a server that starts again goes on.")
+        Path,
+        typer.Option(
+            help="Keep files and batches here; a server that starts again goes on with them."
+        ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen at; one of another machine needs a token.")
+        str,
+        typer.Option(help="Listen at this address; one that other machines reach needs a token."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Listen at this port; 0 takes a free one.")
+    ] = 8000,
     token_file: TokenFile = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="Name in requests, by default --model; repeatable."),
+        typer.Option(help="Answer requests for this name instead of that of --model; repeatable."),
     ] = None,
     max_file_size: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Of an upload.")
+        int, typer.Option(parser=size, metavar="SIZE", help="Refuse larger uploads.")
     ] = GIB,
     max_request_size: RequestSize = 16 * MIB,
     max_connections: Connections = 1024,
     max_strangers: Strangers = 128,
     timeout: Timeout = 30.0,
-    max_requests: Annotated[int, typer.Option(min=1, help="Lines of a file.")] = 1_000_000,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Refuse batches whose file has more lines.")
+    ] = 1_000_000,
     options: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Options of raymoe generate, such as: -- --max-tokens 512 --num-actors 2",
+            help="Pass these options to raymoe generate, such as: -- --max-tokens 512.",
             metavar="[-- OPTIONS]",
         ),
     ] = None,
 ) -> None:
     """Answer OpenAI batches: POST /v1/files, POST /v1/batches, GET the output file.
 
-    Batches run one after the other, each as a process of `raymoe generate`.
+    Batches run one after the other, each as a process of `raymoe generate`. Standard error has a
+    line when a batch is received, started and finished; /health and /metrics are for probes and
+    Prometheus.
     """
+    directory = expanded(directory)
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"raymoe serve needs {', '.join(missing)}: pip install 'raymoe[serve]'")
@@ -101,16 +122,22 @@ def run(  # noqa: PLR0913 - the options of a command
                           f"--token-file, or {TOKEN_VARIABLE} in the environment")  # fmt: skip
     arguments = ["--model", model, *(options or ())]
     generator_options, engine_config = check_batch_options(arguments)
+    status_dir = directory / DIRECT_STATUS
+
+    def make_generator() -> MoEGenerator:
+        clear_status(status_dir)
+        return MoEGenerator(
+            model, **generator_options, engine_config=engine_config, id_column=ID_COLUMN,
+            error_column=ERROR_COLUMN, status_dir=status_dir,
+        )  # fmt: skip
+
     _serve(
         directory, _listen(host, port), served_model_name or [model], arguments, token=token,
         max_file_bytes=max_file_size, max_request_bytes=max_request_size,
         max_requests=max_requests,
         limits={"timeout_s": timeout, "max_connections": max_connections,
                 "max_strangers": max_strangers},
-        make_generator=lambda: MoEGenerator(
-            model, **generator_options, engine_config=engine_config, id_column=ID_COLUMN,
-            error_column=ERROR_COLUMN,
-        ),
+        make_generator=make_generator,
     )  # fmt: skip
 
 
@@ -138,7 +165,10 @@ def _serve(  # noqa: PLR0913 - what `run` was given
     try:
         command = [sys.executable, "-m", "raymoe", "generate", *arguments]
         direct = DirectRequests(make_generator)
-        worker = BatchWorker(store, command, models, max_requests=max_requests, direct=direct)
+        worker = BatchWorker(
+            store, command, models, max_requests=max_requests, direct=direct,
+            direct_status=directory / DIRECT_STATUS,
+        )  # fmt: skip
         server = Server(
             store, worker, models, token=token, max_file_bytes=max_file_bytes,
             max_request_bytes=max_request_bytes,
@@ -151,10 +181,16 @@ def _serve(  # noqa: PLR0913 - what `run` was given
         )  # fmt: skip
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        _show_log()
         typer.echo(f"listening at {url} for model {', '.join(models)}", err=True)
         uvicorn.Server(config).run(sockets=[listening])
     finally:
         store.close()
+
+
+def _show_log() -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("raymoe.openai").setLevel(logging.INFO)
 
 
 def _read_token(path: Path | None) -> str | None:

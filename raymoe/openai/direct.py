@@ -53,15 +53,19 @@ class DirectRequests:
 
     def run(self, *, is_stopping: Callable[[], bool], has_batch: Callable[[], bool]) -> None:
         """Load the engine, and answer until no request has come for a while."""
+        begin_s = time.monotonic()
+        logger.info("a request came while no batch runs: loading the model")
         try:
             generator = self._make_generator()
         except Exception as error:
             logger.exception("the engine cannot be loaded")
             self._refuse_all(error)
             return
+        logger.info("loaded the model in %.1f s", time.monotonic() - begin_s)
         try:
             with ThreadPoolExecutor(MAX_CALLS, "direct") as pool:
-                self._answer_all(generator, pool, is_stopping, has_batch)
+                num_rows = self._answer_all(generator, pool, is_stopping, has_batch)
+            logger.info("answered %s requests; the model leaves memory", f"{num_rows:,}")
         finally:
             generator.close()
 
@@ -71,19 +75,22 @@ class DirectRequests:
         pool: ThreadPoolExecutor,
         is_stopping: Callable[[], bool],
         has_batch: Callable[[], bool],
-    ) -> None:
+    ) -> int:
+        """Return the number of requests that were answered."""
+        num_rows = 0
         running: set[Future[bool]] = set()
         last_s = time.monotonic()
         while True:
             done = {future for future in running if future.done()}
             running -= done
+            num_rows += len(done)
             if is_stopping() or any(future.result() for future in done):
-                return
+                return num_rows
             idle_s = IDLE_BEFORE_A_BATCH_S if has_batch() else IDLE_S
             if running or done:
                 last_s = time.monotonic()
             elif time.monotonic() - last_s > idle_s:
-                return
+                return num_rows
             try:
                 row, future = self._queue.get(timeout=LOOK_EVERY_S)
             except queue.Empty:

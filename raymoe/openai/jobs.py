@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,14 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 
 from raymoe.data.rows import RowError, check_encodes, shown
-from raymoe.data.status import PARTS_SUFFIX, read_status, status_beside
+from raymoe.data.status import (
+    PARTS_SUFFIX,
+    ActorStatus,
+    JobStatus,
+    rate_unit,
+    read_status,
+    status_beside,
+)
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import DirectRequests
 from raymoe.openai.store import (
@@ -159,6 +167,7 @@ class BatchWorker:
         *,
         max_requests: int,
         direct: DirectRequests,
+        direct_status: Path | None = None,
     ) -> None:
         """Make the worker; `start` starts it.
 
@@ -167,7 +176,9 @@ class BatchWorker:
             models: Names that bodies may give.
             max_requests: Lines of a file.
             direct: Requests that come before the next batch.
+            direct_status: Where their engine writes its status, if it does.
         """
+        self._direct_status = direct_status
         self._store, self._command, self._direct = store, tuple(command), direct
         self._models, self._max_requests = models, max_requests
         self._is_stopping, self._waiting = False, threading.Event()
@@ -180,6 +191,27 @@ class BatchWorker:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+
+    @property
+    def problem(self) -> str:
+        """Why batches do not go on; empty while they do."""
+        is_stopping, ended = self._is_stopping, [one for one in self._threads if not one.is_alive()]
+        if ended and not is_stopping:
+            return (
+                "the thread that checks or runs batches has ended; the log of the server says why"
+            )
+        return ""
+
+    def actors(self) -> tuple[ActorStatus, ...]:
+        """Return the engines of the batch that runs, and the one of direct requests."""
+        running = self._running
+        found = [] if running is None else [status_beside(self._output_of(running))]
+        if self._direct_status is not None:
+            found.append(self._direct_status)
+        return tuple(actor for one in found for actor in read_status(one).actors)
+
+    def _output_of(self, batch_id: str) -> Path:
+        return self._store.work_dir(batch_id) / "responses.jsonl"
 
     def stop(self) -> None:
         """Interrupt what runs, and wait; the next server goes on with it."""
@@ -264,6 +296,15 @@ class BatchWorker:
     def _check(self, batch: BatchRecord) -> None:
         checked = check_input(self._store.content(batch.input_file_id), batch.endpoint,
                               self._models, self._max_requests)  # fmt: skip
+        if checked.errors:
+            first = checked.errors[0]
+            where = "" if first.line is None else f"line {first.line}: "
+            logger.warning(
+                "%s: refused, %d lines are wrong; the first error: %s%s",
+                batch.id, len(checked.errors), where, harmless(first.message),
+            )  # fmt: skip
+        else:
+            logger.info("%s: received, %s requests", batch.id, f"{checked.num_lines:,}")
         self._store.advance(
             batch.id,
             (VALIDATING,),
@@ -274,9 +315,9 @@ class BatchWorker:
         )
 
     def _run(self, batch: BatchRecord) -> None:
-        work = self._store.work_dir(batch.id)
-        work.mkdir(0o700, exist_ok=True)
-        output = work / "responses.jsonl"
+        output, begin_s = self._output_of(batch.id), time.monotonic()
+        output.parent.mkdir(0o700, exist_ok=True)
+        logger.info("%s: started, %s requests", batch.id, f"{batch.num_total:,}")
         for _ in range(MAX_RUNS):
             if self._store.batch(batch.id).status != IN_PROGRESS:
                 break
@@ -287,7 +328,7 @@ class BatchWorker:
                 self._store.advance(batch.id, (IN_PROGRESS,), FINALIZING)
             if code == EXIT_BAD_USAGE:
                 break
-        self._finish(batch, output)
+        self._finish(batch, output, begin_s)
 
     def _generate(self, batch: BatchRecord, output: Path) -> int | None:
         """Run the process of a batch to its end; None for one that an earlier server started."""
@@ -307,26 +348,35 @@ class BatchWorker:
         return process.code
 
     def _count(self, batch: BatchRecord, output: Path) -> None:
-        job = read_status(status_beside(output)).job
+        job = _job_of(output)
         if job is not None:
             num_failed = job.former.num_error_rows + job.num_error_rows
             num_done = job.former.num_rows + job.num_rows - num_failed
             self._store.count(batch.id, num_completed=num_done, num_failed=num_failed)
 
-    def _finish(self, batch: BatchRecord, output: Path) -> None:
+    def _finish(self, batch: BatchRecord, output: Path, begin_s: float) -> None:
         """Make files of the responses, and end the batch; once more after a crash."""
         files = Responses(self._store, batch, output).split()
         status = self._store.batch(batch.id).status
         count = files["num_completed"] + files["num_failed"]
+        seconds = time.monotonic() - begin_s
+        figures = (
+            f"{files['num_completed']:,} answers and {files['num_failed']:,} errors in "
+            f"{seconds:,.0f} s{_rate(_job_of(output))}"
+        )
         if status == CANCELLING:
             self._store.advance(batch.id, (CANCELLING,), CANCELLED, **files)
+            logger.info("%s: cancelled, %s", batch.id, figures)
         elif status == FINALIZING and count == batch.num_total:
             self._store.advance(batch.id, (FINALIZING,), COMPLETED, **files)
+            logger.info("%s: finished, %s", batch.id, figures)
         else:
             log = output.with_suffix(".log")
             reason = "the job ended too early" if status == FINALIZING else last_error(log)
             found = f"{count:,} of {batch.num_total:,} requests have a response"
-            self._fail(batch, f"{reason}; {found} (log: {log})", **files)
+            reason = f"{reason}; {found} (log: {log})"
+            self._fail(batch, reason, **files)
+            logger.error("%s: failed, %s: %s", batch.id, figures, harmless(reason))
             return
         self._store.remove_work(batch.id)
 
@@ -334,6 +384,16 @@ class BatchWorker:
         errors = (LineError(code="job_failed", message=harmless(reason)),)
         unfinished = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
         self._store.advance(batch.id, unfinished, FAILED, errors=errors, **files)
+
+
+def _job_of(output: Path) -> JobStatus | None:
+    return read_status(status_beside(output)).job
+
+
+def _rate(job: JobStatus | None) -> str:
+    if job is None or not job.elapsed_s:
+        return ""
+    return f", {job.num_generated_tokens / job.elapsed_s:,.0f} {rate_unit(job.task)}"
 
 
 class Process:

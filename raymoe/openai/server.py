@@ -28,11 +28,13 @@ from raymoe.openai.batch import CHAT, COMPLETION
 from raymoe.openai.connections import WELCOME
 from raymoe.openai.direct import as_answer, as_row
 from raymoe.openai.jobs import BatchWorker
+from raymoe.openai.metrics import CONTENT_TYPE, exposition
 from raymoe.openai.store import INPUT, ApiError, Store, page
 from raymoe.safe_text import nesting_problem
 from raymoe.specs.files import kind_problem
 from raymoe.units import MIB, format_bytes
 
+HEALTH = "/health"
 MAX_HEADER_BYTES = 16 << 10
 MAX_JSON_BYTES, MAX_PROMPT_BYTES = 1 * MIB, 16 * MIB
 SMALL_BYTES = 64 << 10  # of JSON that is read at once
@@ -75,7 +77,8 @@ class Server:
     def application(self) -> Starlette:
         """Return the application; its lifespan is that of the worker."""
         routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-            ("GET", "/health", self._show_health),
+            ("GET", HEALTH, self._show_health),
+            ("GET", "/metrics", self._show_metrics),
             ("GET", "/v1/models", self._list_models),
             ("GET", "/v1/models/{model:path}", self._show_model),
             ("POST", "/v1/files", self._upload),
@@ -111,7 +114,14 @@ class Server:
         await run_in_threadpool(self._worker.stop)
 
     async def _show_health(self, _: Request) -> Response:
+        problem = self._worker.problem
+        if problem:
+            return answer({"status": "failed", "reason": problem}, 503)
         return answer({"status": "ok"})
+
+    def _show_metrics(self, _: Request) -> Response:
+        page = exposition(self._store.batches(), self._worker.actors())
+        return Response(page.encode(errors="replace"), media_type=CONTENT_TYPE)
 
     def _list_models(self, _: Request) -> Response:
         return answer({"object": "list", "data": [*map(self._model, self._models)]})
@@ -214,7 +224,10 @@ def answer(content: Mapping[str, Any], status: int = 200) -> Response:
 
 
 class Guard:
-    """Refuses requests without the token, before anything of their body is read."""
+    """Refuses requests without the token, before anything of their body is read.
+
+    Probes of a cluster have no token: without one, the health is told and nothing else.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -224,14 +237,18 @@ class Guard:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             receive, send = _read_before_refusal(headers, receive, send)
-            problem = _size_problem(scope) or _framing_problem(headers) or self._problem(headers)
+            stranger = self._problem(headers)
+            problem = _size_problem(scope) or _framing_problem(headers)
+            if self._expected is None or scope["path"] != HEALTH:
+                problem = problem or stranger
             if problem is not None:
                 refusal = answer(problem.as_plain(), problem.status)
                 if problem.status == 400:
                     refusal.headers["connection"] = "close"
                 await refusal(scope, receive, send)
                 return
-            scope.get(WELCOME, lambda: None)()
+            if stranger is None:
+                scope.get(WELCOME, lambda: None)()
         await self._app(scope, receive, send)
 
     def _problem(self, headers: Headers) -> ApiError | None:

@@ -1,8 +1,10 @@
 """`raymoe serve`: malformed requests, and batches, with and without `raymoe generate`."""
 
 import contextlib
+import dataclasses
 import functools
 import json
+import logging
 import os
 import random
 import re
@@ -21,6 +23,9 @@ import raymoe
 from raymoe.cli.generate import check_batch_options
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import journal_files
+from raymoe.data.observer import METRICS
+from raymoe.data.status import ActorStatus, RowCounts, make_status_directory, write_record
+from raymoe.engine.outputs import EngineStats
 from raymoe.openai.direct import ERROR_COLUMN, IDLE_BEFORE_A_BATCH_S, DirectRequests
 from raymoe.openai.jobs import BatchWorker, Process
 from raymoe.openai.store import ENDED, ApiError, Store
@@ -72,7 +77,10 @@ class Running:
     def __init__(self, directory, *, token=None, command=("false",), generator=None, **limits):
         direct = DirectRequests(generator)
         self.store = Store(directory)
-        worker = BatchWorker(self.store, command, ["demo"], max_requests=1000, direct=direct)
+        self.worker = worker = BatchWorker(
+            self.store, command, ["demo"], max_requests=1000, direct=direct,
+            direct_status=limits.pop("direct_status", None),
+        )  # fmt: skip
         sizes = {"max_file_bytes": limits.pop("max_file_bytes", MAX_FILE_BYTES)}
         app = Server(self.store, worker, ["demo"], token=token, **sizes)
         self.limits = ConnectionLimits(**limits)
@@ -308,6 +316,79 @@ def test_only_the_token_opens_a_server_that_has_one(tmp_path):
         assert server.store.files() == []
     finally:
         server.close()
+
+
+def test_a_probe_needs_no_token_and_sees_nothing_but_the_health(tmp_path):
+    server = Running(tmp_path, token=TOKEN)
+    try:
+        assert server.call("GET", "/health", host="10.0.0.1:8000") == (200, b'{"status": "ok"}')
+        for path in ("/metrics", "/health/", "/v1/batches", "//health"):
+            assert server.call("GET", path, host="10.0.0.1:8000")[0] == 401
+        assert server.call("GET", "/metrics", authorization=f"Bearer {TOKEN}")[0] == 200
+        ended = threading.Thread(target=int)
+        ended.start()
+        ended.join()
+        server.worker._threads.append(ended)
+        status, body = server.call("GET", "/health")
+        assert status == 503
+        assert "has ended; the log" in json.loads(body)["reason"]
+        server.worker._threads.remove(ended)
+    finally:
+        server.close()
+
+
+SERIES = re.compile(r'([a-z_]+)\{((?:[a-z]+="(?:[^"\\]|\\.)*",?)+)\} ([\d.e+]+)')
+
+
+def test_prometheus_reads_batches_and_engines(tmp_path):
+    engine = EngineStats(**{one.name: 3 for one in dataclasses.fields(EngineStats)})
+    rows = RowCounts(num_rows=7, num_error_rows=2, errors=(("ConfigError", 2),))
+    status = ActorStatus(
+        actor="node-1", node="node", pid=1, model='/models/a "b"', state="running",
+        started_unix_s=1.0, updated_unix_s=2.0, rows=rows, engine=engine,
+    )  # fmt: skip
+    write_record(make_status_directory(tmp_path / "status") / "actor-1.json", status)
+    server = Running(tmp_path / "dir", direct_status=tmp_path / "status")
+    try:
+        wait_for(server.store, add(server.store, ["\n"]))
+        code, body = server.call("GET", "/metrics")
+    finally:
+        server.close()
+    assert code == 200
+    lines = body.decode().splitlines()
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    found = [SERIES.fullmatch(line).groups() for line in lines if not line.startswith("#")]
+    assert {name for name, *_ in found} == kinds.keys()
+    series = {(name, labels): float(value) for name, labels, value in found}
+    assert series["raymoe_batches", 'status="failed"'] == 1
+    tags = r'model="a \"b\"",actor="node-1"'
+    assert series["raymoe_rows_total", tags] == 7
+    assert series["raymoe_error_rows_total", f'{tags},kind="ConfigError"'] == 2
+    assert series["raymoe_queued_rows", tags] == 3
+    assert (kinds["raymoe_rows_total"], kinds["raymoe_queued_rows"]) == ("counter", "gauge")
+    assert len(kinds) == len(METRICS) + 2
+
+
+def test_the_log_has_a_line_when_a_batch_comes_starts_and_ends(stand_in, caplog):
+    caplog.set_level(logging.INFO, logger="raymoe.openai")
+    store, _ = stand_in()
+    good = wait_for(store, add(store, [request(one) for one in ("a", "bad", "c")]))
+    wrong = wait_for(store, add(store, [request("a"), request("a")]))
+    expected = [
+        f"{good.id}: received, 3 requests",
+        f"{good.id}: started, 3 requests",
+        f"{good.id}: finished, 2 answers and 1 errors in \\d+ s",
+        f"{wrong.id}: refused, 1 lines are wrong; the first error: line 2: 'a' occurs twice",
+    ]
+    deadline_s = time.monotonic() + 10  # a record changes before its line is written
+    while len(caplog.messages) < len(expected) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    for pattern, message in zip(expected, sorted(caplog.messages, key=_place), strict=True):
+        assert re.fullmatch(pattern, message)
+
+
+def _place(message):
+    return ["received", "started", "finished", "refused"].index(message.split()[1].strip(",:"))
 
 
 def wait_for(store, batch_id, done=lambda batch: batch.status in ENDED, timeout_s=60):
