@@ -4,6 +4,7 @@ Assumptions: control groups are mounted in the usual place (/sys/fs/cgroup, vers
 limit of any ancestor counts; pages of the file cache can be reclaimed.
 """
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -51,6 +52,13 @@ def read_host(root: Path = Path("/"), cpus: frozenset[int] | None = None) -> Hos
         total_memory_bytes=total,
         available_memory_bytes=available,
     )
+
+
+def trim_heap() -> None:
+    """Return what was freed to the system; glibc keeps it for later requests of this process."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries keep nothing, or have no such call
+        trim(ctypes.c_size_t(0))
 
 
 def peak_rss_bytes(root: Path = Path("/")) -> int:

@@ -132,6 +132,14 @@ class Runner(Protocol):
         """Run one step: yields the logits, returns what was measured."""
 
 
+class ClosedRunner:
+    """Stands for the runner of an engine that is closed."""
+
+    def run(self, inputs: StepInputs) -> StepRun:
+        """Refuse a step."""
+        raise ExecutionError(f"the engine is closed: it runs no {len(inputs.token_ids)} tokens")
+
+
 class EngineCore:
     """Sequences from admission to their last token. One thread owns it.
 
@@ -202,6 +210,12 @@ class EngineCore:
                     self._masks.end(slot)
                     self._late.pop(slot, None)
         self.scheduler.drop(requests)
+
+    def close(self) -> None:
+        """Let go of the runner, and of all memory besides the scheduler's tables."""
+        self._runner = ClosedRunner()
+        self._late.clear()
+        self._errors.clear()
 
     def step(self) -> None:
         self._replan()

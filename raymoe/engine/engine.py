@@ -17,14 +17,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, Replanner, RunReport
-from raymoe.engine.core import EngineCore, Watchdog, longest_step_s, stacks_of_all_threads
+from raymoe.engine.core import (
+    ClosedRunner,
+    EngineCore,
+    Watchdog,
+    longest_step_s,
+    stacks_of_all_threads,
+)
 from raymoe.engine.grammars import GrammarServer, TokenBitmasks
 from raymoe.engine.loading import load_parts
 from raymoe.engine.outputs import EngineStats, Generation
+from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
-from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.runner_loading import EngineParts, nothing
 from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
@@ -149,6 +157,10 @@ class BatchingWindow:
 
 Params = SamplingParams | Mapping[str, Any] | None
 STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave up
+_CLOSED = (
+    "this engine is closed and its model is no longer in memory; load it again with "
+    "Engine.from_pretrained"
+)
 
 
 class Engine:
@@ -239,7 +251,9 @@ class Engine:
             InfeasiblePlanError: The memory is too small; shows what needs what.
         """
         config = config or EngineConfig()
-        return cls(load_parts(path, config), config)
+        parts = load_parts(path, config)
+        with released_on_error(parts.close):
+            return cls(parts, config)
 
     @property
     def policy(self) -> Policy:
@@ -334,7 +348,7 @@ class Engine:
             occurrences: How many rows equal to each there were before; None counts those of this
                 call, so that equal prompts get different samples.
         """
-        self._check_process()
+        self._check_open()
         if isinstance(prompts, (str, bytes, Mapping)):
             raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
         check_head(None, self._parts.head)
@@ -355,7 +369,7 @@ class Engine:
         options: TaskOptions | Mapping[str, Any],
     ) -> list[Future[Generation]]:
         """Queue rows of a task besides generation; what was found is in `Generation.values`."""
-        self._check_process()
+        self._check_open()
         if not isinstance(options, TaskOptions):
             options = TaskOptions.from_dict(options)
         check_head(options, self._parts.head)
@@ -418,10 +432,12 @@ class Engine:
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
         """Decode token ids with their special tokens; a text, or why there is none."""
+        self._check_open()
         return self._parts.tokenizer.decode_all(sequences, keeps_special=True)
 
     def token_bytes(self, token_ids: Collection[int]) -> dict[int, bytes]:
         """Return the bytes of text that tokens stand for, where they are known."""
+        self._check_open()
         return self._parts.tokenizer.token_bytes(token_ids)
 
     def stats(self) -> EngineStats:
@@ -454,15 +470,17 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the prompts of rows that are over, before any row that is submitted later."""
-        self._check_process()
+        self._check_open()
         with self._changed:
             self._drops_prefixes = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the current step, fail rows that are unfinished, join all threads.
+        """Stop after the current step, fail unfinished rows, and free all memory, weights too.
 
-        Does nothing in a process that was forked from the one that has the engine.
+        `plan`, `policy`, `stats` and `last_report` stay readable; anything else raises
+        ExecutionError. Does nothing in a process that was forked from the one that has the
+        engine.
         """
         if os.getpid() != self._pid:
             return
@@ -486,7 +504,21 @@ class Engine:
             self._parts.tokenizer.close()
         else:
             self._masks.close()
-            self._parts.close()
+            self._release()
+
+    def _release(self) -> None:
+        parts = self._parts
+        try:
+            parts.close()
+        finally:
+            self._parts = dataclasses.replace(
+                parts, runner=ClosedRunner(), release=nothing, interrupt=nothing
+            )
+            del parts
+            self._core.close()
+            if self._failure is not None:
+                clear_frames(self._failure.__cause__)
+            return_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -524,6 +556,11 @@ class Engine:
                 self._dropped.update(dropped)
                 self._changed.notify_all()
             raise
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._is_closing:
+            raise ExecutionError(_CLOSED)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -14,13 +15,14 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.cuda import free_gpu_bytes
+from raymoe.device.cuda import check_cuda, free_gpu_bytes
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
 from raymoe.engine.ranks import load_ranks
+from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import Request
 from raymoe.engine.runner_loading import (
     DTYPES,
@@ -262,8 +264,20 @@ def load_parts(
     path: str | Path, config: EngineConfig, new_arena: NewArena = HostArena
 ) -> EngineParts:
     """Load a model with its tokenizer; `new_arena` makes the host memory that a device reads."""
+    handled = sys.exception()
+    try:
+        return _load_parts(path, config, new_arena)
+    except BaseException as error:
+        clear_frames(error, outer=handled)  # whoever keeps it does not keep the weights
+        return_memory()
+        raise
+
+
+def _load_parts(path: str | Path, config: EngineConfig, new_arena: NewArena) -> EngineParts:
     device = _device_name(config)
     _check_schedule(config, device)
+    if config.device == "cuda":
+        check_cuda()
     directory = resolve_model(path)
     check_adapter(directory, is_ignored=config.ignore_adapter)
     files = files_key(directory) if config.shared_weights is True else ""

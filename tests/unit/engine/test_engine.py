@@ -1,10 +1,12 @@
 """The engine around a fake model: rows, threads, failures, closing."""
 
+import gc
 import re
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -402,3 +404,47 @@ engine = Engine(dataclasses.replace(parts, release=lambda: print("released")))
         [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "released\n"
+
+
+def test_a_closed_engine_lets_go_of_its_model_whatever_a_notebook_keeps(make_engine):
+    gc.disable()  # a notebook that runs nothing collects nothing
+    try:
+        for fails in (False, True):
+
+            def fail(inputs, fails=fails) -> None:
+                if fails and len(inputs.token_ids) > 2:
+                    raise RuntimeError("kernel exploded")
+
+            engine = make_engine(before=fail)
+            runner = weakref.ref(engine._parts.runner)
+            (kept,) = engine.generate([[1]], GREEDY | {"n": 2, "logprobs": 1})
+            futures = engine.submit([[1, 2, 3]], GREEDY)
+            error = futures[0].exception(30)  # as sys.last_value has it
+            assert (error is not None) == fails
+            del fail
+            engine.close()
+            assert runner() is None
+            assert kept.others[0].token_ids
+            assert engine.stats().num_finished_rows == 2 - fails
+            assert engine.policy.max_num_seqs == 8
+            assert "closed" in repr(engine)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine.generate([[1]], GREEDY),
+        lambda engine: engine.submit([[1]], GREEDY),
+        lambda engine: engine.score([None], [[1, 2]]),
+        lambda engine: engine.decode([[1]]),
+        lambda engine: engine.token_bytes([1]),
+        lambda engine: engine.reset_prefix_cache(),
+    ],
+)
+def test_a_closed_engine_says_that_it_is(make_engine, use):
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(ExecutionError, match="closed and its model is no longer in memory; load"):
+        use(engine)
