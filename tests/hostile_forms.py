@@ -48,5 +48,5 @@ def slow_outputs(variant: int = 0) -> list[Any]:
     """Values that compile, and whose bitmasks cost more than a row may use."""
     return [
         {"regex": "(((a?b?c?d?e?){0,%d}){0,60}){0,60}@" % (60 + variant)},  # noqa: UP031 - braces
-        {"grammar": f'root ::= root root | "a" | "{variant}@"'},
+        {"grammar": f'root ::= root root root | root root | "a" | "{variant}@"'},
     ]
