@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -810,6 +811,8 @@ def _write_report(resume_state: ResumeState, console: Console) -> None:
     try:
         write_report(resume_state.status, resume_state.report)
         console.print(f"report: {harmless(str(resume_state.report))}")
+        job = shlex.quote(str(resume_state.status))
+        console.print(harmless(f"raymoe report {job} --samples 10 adds prompts and answers to it"))
     except (OSError, RaymoeError) as error:  # the rows are there
         typer.echo(f"no report in {resume_state.report}: {error}", err=True)
 

@@ -14,7 +14,10 @@ from raymoe.safe_text import harmless
 
 def run(
     job: Annotated[
-        Path, typer.Argument(help="Output, journal_dir or status_dir of a job.", metavar="JOB")
+        Path,
+        typer.Argument(
+            help="The output of a job, or its journal_dir or status_dir.", metavar="JOB"
+        ),
     ],
     *,
     output: Annotated[

@@ -26,19 +26,31 @@ ACTOR_COLUMNS = (
     "actor", "state", "rows", "tokens/s", "slots", "KV", "preempted", "vs plan",
 )  # fmt: skip
 
+ACTOR_CAPTION = (
+    "slots, KV: in use now; preempted: sequences computed twice; vs plan: time over prediction"
+)
+
 
 def run(
     job: Annotated[
-        Path, typer.Argument(help="Output, journal_dir or status_dir of a job.", metavar="JOB")
+        Path,
+        typer.Argument(
+            help="The output of a job, or its journal_dir or status_dir.", metavar="JOB"
+        ),
     ],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Until the job is over.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of text.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every 2 s until the job is over.")
+    ] = False,
 ) -> None:
     """Show how far a job is and how its actors do, while it runs or after it.
 
-    Works in any process and on any machine that sees the files beside the output. An actor that
-    has said nothing for half a minute is shown as lost: dead, or cut off.
+    A job is running, finished, stopped by an interrupt, failed, or lost: its driver has said
+    nothing for half a minute, so it was killed or is cut off. Works in any process and on any
+    machine that sees the files beside the output.
     """
     directory = find_status(job)
     if watch and not as_json:
@@ -143,6 +155,7 @@ def _actor_table(view: JobView) -> Table:
     table = _table("actors", ACTOR_COLUMNS, num_names=2)
     for actor in view.actors:
         _add(table, *_actor_cells(actor))
+    table.caption = ACTOR_CAPTION
     return table
 
 
@@ -162,6 +175,7 @@ def _table(title: str, header: tuple[str, ...], *, num_names: int) -> Table:
     table = Table(
         title=title,
         title_justify="left",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
