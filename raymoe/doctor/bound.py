@@ -57,7 +57,10 @@ def plan(target: Target, name: str) -> Outcome:
     )
     if share >= NEAR_BOUND:
         return Outcome(value)
-    advice = f"raymoe plan --model {name} --what-if says what more memory or a faster link brings"
+    advice = (
+        f"raymoe plan --model {name} --hardware here --what-if shows what more memory, a faster "
+        "link or more cores would gain"
+    )
     return Outcome(value, Status.WARNING, advice)
 
 

@@ -56,7 +56,12 @@ def checks(target: Target) -> list[Check]:
             Check("PCI Express", pci_express),
         ]
     elif torch.cuda.is_available():
-        found.append(Check("GPU", lambda: Outcome("not examined", Status.SKIPPED, "--device cuda")))
+        found.append(
+            Check(
+                "GPU",
+                lambda: Outcome("not examined", Status.SKIPPED, "raymoe doctor --device cuda does"),
+            )
+        )
     else:
         found.append(Check("GPU", no_gpu))
     return found

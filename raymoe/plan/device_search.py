@@ -22,11 +22,14 @@ from raymoe.plan.device_step import (
 from raymoe.plan.job import JobEstimate, job_steps, min_steps
 from raymoe.plan.pages import LayerBytes, layer_sizes, slots_bytes
 from raymoe.plan.policy import (
+    FEWER_BITS,
     MIN_SNAPSHOTS,
     PAGE_BYTES,
     SEQUENCES_PER_SNAPSHOT,
+    SHORTER_ROWS,
     DevicePolicy,
     Policy,
+    host_advice,
     max_sequences,
 )
 from raymoe.plan.work import ModelWork, StepLoad, Steps, duplicates
@@ -290,17 +293,16 @@ class DeviceSizes:
         bare = self.sized(search_point, max_num_seqs=1, num_kv_blocks=self.job.min_blocks)
         sized = self._filled(bare) or bare
         what = f"{self.job.model.name} with one sequence"
-        host_footprint(self.job.model, self.job.work, sized).check_fits(
-            self.job.hardware.host_memory_bytes,
-            what=what,
-            advice="Choose a node with more host memory, shorter sequences (max_model_len; "
-            "--max-context), or weights in fewer bits (raymoe plan --weights fp8).",
+        on_host = host_footprint(self.job.model, self.job.work, sized)
+        memory_bytes = self.job.hardware.host_memory_bytes
+        on_host.check_fits(
+            memory_bytes, what=what, advice=host_advice(on_host, memory_bytes, SHORTER_ROWS)
         )
         device_footprint(self.job.model, self.job.work, sized).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=what,
-            advice=f"{self._min_slots} must fit on the device; choose a larger one, or weights "
-            "in fewer bits (raymoe plan --weights fp8).",
+            advice=f"{self._min_slots} must fit on the device; choose a larger one, or "
+            f"{FEWER_BITS}.",
         )
         raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
 

@@ -157,3 +157,25 @@ class Footprint:
             f"{format_bytes(budget_bytes)} may be used "
             f"({format_bytes(self.total - budget_bytes)} short):\n{self.table()}\n{advice}"
         )
+
+
+FEWER_BITS = "a model in fewer bits (raymoe plan --weights fp8 shows what that takes)"
+SHORTER_ROWS = (
+    "The KV cache of the longest row is too much: plan for shorter rows (max_model_len; raymoe "
+    "generate --max-model-len, raymoe plan --max-context), or choose a node with more memory."
+)
+SMALLER_POLICY = (
+    "Reduce num_kv_blocks or max_num_seqs of the policy, leave the policy out, or choose a node "
+    "with more memory."
+)
+
+
+def host_advice(footprint: Footprint, budget_bytes: int, of_cache: str) -> str:
+    """What to do about host memory that is too small, by what does not fit.
+
+    Args:
+        of_cache: What to do where only the KV cache is too much.
+    """
+    if footprint.total - footprint.bytes_of("KV cache") < budget_bytes:
+        return of_cache
+    return f"All but the KV cache is too much: choose a node with more memory, or {FEWER_BITS}."

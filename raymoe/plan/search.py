@@ -27,7 +27,15 @@ from raymoe.plan.device_step import (
 )
 from raymoe.plan.job import estimate_job
 from raymoe.plan.plan import DEFAULT_WORKLOAD, Plan, predict_job
-from raymoe.plan.policy import Footprint, Policy, max_sequences, num_state_slots
+from raymoe.plan.policy import (
+    SHORTER_ROWS,
+    SMALLER_POLICY,
+    Footprint,
+    Policy,
+    host_advice,
+    max_sequences,
+    num_state_slots,
+)
 from raymoe.plan.work import ModelWork, Operation, StepLoad
 from raymoe.schedule.builders import build_in_place, build_resident
 from raymoe.schedule.graph import Op, Schedule
@@ -113,9 +121,7 @@ class ResidentSearch:
         self.footprint(policy).check_fits(
             self.job.hardware.gpu_memory_bytes,
             what=f"{self.job.model.name} on the GPU alone",
-            advice="Let the weights stream (schedule 'auto'), reduce num_kv_blocks or "
-            "max_num_batched_tokens, "
-            "or choose a larger GPU.",
+            advice="Let the weights stream (schedule 'auto'), or choose a larger GPU.",
         )
 
 
@@ -173,7 +179,7 @@ class HostSearch:
         longest = ceil_div(self.max_model_len, KV_BLOCK_TOKENS)
         smallest = longest * kv_block_bytes(self.work) + self.work.state_bytes
         floor = self._footprint(max_num_batched_tokens, smallest)
-        self.check(floor, f"{self.model.name} with one sequence")
+        self.check(floor, f"{self.model.name} with one sequence", SHORTER_ROWS)
         free = self.hardware.host_memory_bytes - floor.total + floor.bytes_of("KV cache")
         block_bytes, row_blocks = kv_block_bytes(self.work), blocks_of(workload.held_tokens)
         maximum = max(1, max_sequences(free, row_blocks * block_bytes, self.work.state_bytes))
@@ -196,12 +202,10 @@ class HostSearch:
 
         return _with_admission(chosen, seconds)
 
-    def check(self, footprint: Footprint, what: str) -> None:
+    def check(self, footprint: Footprint, what: str, advice: str) -> None:
+        memory_bytes = self.hardware.host_memory_bytes
         footprint.check_fits(
-            self.hardware.host_memory_bytes,
-            what=what,
-            advice="Reduce max_num_seqs, num_kv_blocks or max_model_len, raise "
-            "host_memory_bytes, or choose a node with more memory.",
+            memory_bytes, what=what, advice=host_advice(footprint, memory_bytes, advice)
         )
 
     def _footprint(self, max_num_batched_tokens: int, num_cache_bytes: int) -> Footprint:
@@ -374,7 +378,7 @@ def _collection_paused() -> Iterator[None]:
 def _plan_host(search: HostSearch, policy: Policy | None) -> Plan:
     chosen = policy or search.best()
     footprint = search.footprint(chosen)
-    search.check(footprint, search.model.name)
+    search.check(footprint, search.model.name, SMALLER_POLICY)
     steps = HostStep(search.work, search.hardware)
     return Plan(
         model_name=search.model.name,
@@ -412,13 +416,13 @@ def _plan_streamed(job: DeviceJob, steps: StreamedSteps) -> Plan:
     on_host.check_fits(
         job.hardware.host_memory_bytes,
         what=job.model.name,
-        advice="Reduce num_kv_blocks, or choose a node with more host memory.",
+        advice=host_advice(on_host, job.hardware.host_memory_bytes, SMALLER_POLICY),
     )
     on_device.check_fits(
         job.hardware.gpu_memory_bytes,
         what=job.model.name,
-        advice="Reduce resident_bytes, max_num_batched_tokens or staged_blocks, or use more "
-        "micro-batches.",
+        advice="Reduce resident_bytes, max_num_batched_tokens or staged_blocks of the policy, give "
+        "it more micro-batches, or leave the policy out.",
     )
     device_steps = DeviceStep(job.work, job.hardware, steps)
     return Plan(

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -119,3 +120,31 @@ def test_planning_leaves_the_collector_as_it_was(*, is_enabled: bool) -> None:
         assert gc.isenabled() == is_enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_what_a_refusal_advises_resolves_it() -> None:
+    """By what does not fit: the weights, the KV cache of the longest row, or a given policy."""
+    model = model_preset("mixtral-8x7b")
+    weights = model.weight_bytes(2)
+    tight = HardwareSpec(
+        name="tight", num_cores=8, host_memory_bytes=weights + 4 * GIB, host_bytes_per_s=1e11,
+        host_flop_per_s=1e12,
+    )  # fmt: skip
+    with pytest.raises(InfeasiblePlanError, match="--max-model-len") as refused:
+        find_plan(model, replace(tight, host_memory_bytes=weights + 5 * GIB))
+    assert "(max_model_len;" in str(refused.value)
+    assert find_plan(model, replace(tight, host_memory_bytes=weights + 5 * GIB), max_model_len=2048)
+    for node in (replace(tight, host_memory_bytes=weights), hardware_preset("t4")):
+        node = replace(node, host_memory_bytes=weights // 2)  # noqa: PLW2901 - the same node
+        with pytest.raises(
+            InfeasiblePlanError, match="All but the KV cache is too much"
+        ) as refused:
+            find_plan(model, node, max_model_len=2048)
+        assert "--weights fp8" in str(refused.value)
+    large = Policy(max_num_seqs=64, max_num_batched_tokens=512, max_prefill_chunk_tokens=512,
+                   num_kv_blocks=20_000)  # fmt: skip
+    roomy = replace(tight, host_memory_bytes=weights + 20 * GIB)
+    with pytest.raises(InfeasiblePlanError, match="leave the policy out"):
+        find_plan(model, roomy, policy=large)
+    assert find_plan(model, roomy, policy=replace(large, num_kv_blocks=2000))
+    assert find_plan(model, roomy, max_model_len=2048)
