@@ -7,10 +7,11 @@ and name it in `COMMANDS`.
 import contextlib
 import faulthandler
 import importlib
+import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -93,8 +94,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
         _check_shadows(name)
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         with _saying_if_slow(f"raymoe {name}: loading its libraries"):
-            module = importlib.import_module(f"raymoe.cli.{name}")
-        app.command()(module.run)
+            function = importlib.import_module(f"raymoe.cli.{name}").run
+        app.command(help=paragraphs(function))(function)
         command = typer.main.get_command(app)
         command(args=arguments, prog_name=f"raymoe {name}")
     except SystemExit as done:
@@ -127,6 +128,12 @@ def _check_shadows(command: str) -> None:
     shadow = find_shadow(where)
     if shadow is not None:
         raise ConfigError(shadow)
+
+
+def paragraphs(function: Callable[..., object]) -> str:
+    """Return the docstring of a command without line ends inside paragraphs: terminals differ."""
+    text = inspect.cleandoc(function.__doc__ or "")
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _report(error: Exception) -> int:

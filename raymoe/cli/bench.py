@@ -47,40 +47,42 @@ CPU, GPU = "Suite cpu", "Suite gpu"
 Suite = Annotated[
     str,
     typer.Option(
-        help="cpu: engines on the cores of this machine. gpu: schedules of the papers, each with "
-        "its own policy, and accelerate, on one GPU."
+        help="Measure engines on the cores of this machine (cpu), or schedules of papers and "
+        "accelerate on one GPU (gpu)."
     ),
 ]
 Shapes = Annotated[
     list[str],
     typer.Option(
         "--shape",
-        help=f"Models, repeatable. cpu: {', '.join(SHAPES)}; gpu: {', '.join(GPU_SHAPES)}.",
+        help="Measure with a model of this shape; may be repeated. The suite cpu has "
+        f"{', '.join(SHAPES)}, the suite gpu {', '.join(GPU_SHAPES)}.",
     ),
 ]
 Workloads = Annotated[
     list[str],
     typer.Option(
         "--workload",
-        help=f"Row lengths, repeatable. cpu: {', '.join(WORKLOADS)}; "
-        f"gpu: {', '.join(GPU_WORKLOADS)} (prompts and generated tokens as published).",
+        help="Measure rows of these lengths; may be repeated. The suite cpu has "
+        f"{', '.join(WORKLOADS)}, the suite gpu {', '.join(GPU_WORKLOADS)}, as published.",
     ),
 ]
 Contenders = Annotated[
     list[str],
     typer.Option(
         "--contender",
-        help=f"Repeatable. cpu: {', '.join(CONTENDERS)}; gpu: {', '.join(GPU_CONTENDERS)}.",
+        help="Measure this engine or schedule; may be repeated. The suite cpu has "
+        f"{', '.join(CONTENDERS)}, the suite gpu {', '.join(GPU_CONTENDERS)}.",
     ),
 ]
 Repetitions = Annotated[
-    int, typer.Option(min=1, help="Runs of each; medians are shown.", rich_help_panel=CPU)
+    int, typer.Option(min=1, help="Run each so many times and show medians.", rich_help_panel=CPU)
 ]
 Phases = Annotated[
     bool,
     typer.Option(
         "--phases",
-        help="Time the prefill apart; takes about twice as long.",
+        help="Time the prefill apart, which takes about twice as long.",
         rich_help_panel=CPU,
     ),
 ]
@@ -88,7 +90,7 @@ Kernels = Annotated[
     bool,
     typer.Option(
         "--kernels",
-        help="Measure kernels, not engines; about four minutes.",
+        help="Measure kernels instead of engines, in about four minutes.",
         rich_help_panel=CPU,
     ),
 ]
@@ -96,21 +98,23 @@ Steps = Annotated[
     bool,
     typer.Option(
         "--steps",
-        help="Our passes, predicted with this machine's profile, too.",
+        help="Hold steps of raymoe against what this machine's profile predicts instead.",
         rich_help_panel=CPU,
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        help="cuda; or emulated, made of host memory, to try the suite without a GPU.",
+        help="Run on this device: cuda, or emulated, which is made of host memory and tries the "
+        "suite without a GPU.",
         rich_help_panel=GPU,
     ),
 ]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="Whose pace --device emulated takes on: l4, t4, a5000, ...", rich_help_panel=GPU
+        help="Let --device emulated take as long as this GPU, such as l4, t4 or a5000.",
+        rich_help_panel=GPU,
     ),
 ]
 DeviceMemory = Annotated[
@@ -118,7 +122,7 @@ DeviceMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Cap, to stand for a smaller GPU; 16GiB by default, at most what is free.",
+        help="Use at most so much memory of the GPU, like a smaller one; 16GiB by default.",
         rich_help_panel=GPU,
     ),
 ]
@@ -127,7 +131,7 @@ HostMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Cap; 0.85 of what is available by default.",
+        help="Use at most so much host memory; by default 0.85 of what is available.",
         rich_help_panel=GPU,
     ),
 ]
@@ -135,7 +139,7 @@ Layers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="The first layers of each shape; as many as host memory and time allow by default.",
+        help="Use only so many layers of each shape; by default as many as memory and time allow.",
         rich_help_panel=GPU,
     ),
 ]
@@ -143,8 +147,8 @@ PartLimit = Annotated[
     float,
     typer.Option(
         min=10,
-        help="Seconds of a part; its rows are chosen to fill most of them after loading; beyond, "
-        "it has failed.",
+        help="Give each part so many seconds; its rows are chosen to fill them, and a part that "
+        "takes longer has failed.",
         rich_help_panel=GPU,
     ),
 ]
@@ -152,21 +156,27 @@ SuiteLimit = Annotated[
     float,
     typer.Option(
         min=10,
-        help="Seconds of all parts; a part that could exceed them does not begin.",
+        help="Begin no part that could end after so many seconds.",
         rich_help_panel=GPU,
     ),
 ]
-MaxRows = Annotated[int, typer.Option(min=1, help="Rows of a part, at most.", rich_help_panel=GPU)]
+MaxRows = Annotated[
+    int, typer.Option(min=1, help="Give no part more rows than this.", rich_help_panel=GPU)
+]
 Again = Annotated[
     bool,
     typer.Option(
         "--again",
-        help="Also run parts that --out has results of; those that failed run again anyway.",
+        help="Run parts again that --out has results of; those that failed run again anyway.",
         rich_help_panel=GPU,
     ),
 ]
-NumThreads = Annotated[int | None, typer.Option(min=1, help="Cores; all by default.")]
-Out = Annotated[Path, typer.Option(help="Directory for checkpoints (kept), results and pictures.")]
+NumThreads = Annotated[
+    int | None, typer.Option(min=1, help="Compute with so many threads; all cores by default.")
+]
+Out = Annotated[
+    Path, typer.Option(help="Keep checkpoints, results and pictures in this directory.")
+]
 
 
 # Of a step on host cores, those that take time.
@@ -218,7 +228,7 @@ def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
 
 
 def run_steps(options: CpuOptions) -> None:
-    """Hold our passes against what is predicted with this machine's profile."""
+    """Hold our steps against what is predicted with this machine's profile."""
     settings = Settings.from_environment()
     options.out.mkdir(parents=True, exist_ok=True)
     hardware, _ = obtain_profile(settings.cache_directory, options.num_threads)
@@ -443,15 +453,16 @@ def run(  # noqa: PLR0913 - the options of a command
     max_rows: MaxRows = 8192,
     again: Again = False,
 ) -> None:
-    """Measure generated tokens per second on random weights, end to end; or kernels, or passes.
+    """Measure generated tokens per second of whole jobs on random weights, or kernels, or steps.
 
-    Bound: operations over 0.94 of the measured bfloat16 peak and bytes over the measured read
-    bandwidth, the longer for each phase. Rows generate every token (no early end), greedily.
+    Rows are greedy and generate every token. Each rate stands beside a bound: for each phase the
+    longer of its operations at 0.94 of the measured bfloat16 peak and its bytes at the measured
+    bandwidth.
 
-    The suite gpu runs parts (a shape, a workload, a contender) for 40 minutes, those of most
-    interest first, takes up where it was stopped, and leaves gpu.jsonl, report.md and pictures in
-    --out. Its bound: weights over the link, weights and KV out of host memory, operations, for the
-    whole job.
+    The suite gpu measures parts (a shape, a workload, a contender) for 40 minutes, the most
+    interesting ones first. The same command goes on where it was stopped, and leaves gpu.jsonl,
+    report.md and pictures in --out. Its bound is that of the whole job: weights over the link,
+    weights and KV cache out of host memory, and operations.
     """
     if suite not in SUITES:
         raise UnknownOptionError(suite, SUITES, "suite")

@@ -217,49 +217,89 @@ def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(round(scale * size) for size in pages) for pages in cut.page_bytes)
 
 
+def share(text: object) -> float:
+    """Parser of an option that takes a number from 0 to 1; typer sends the default through it."""
+    number = float(str(text))
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{number:g} is not a share; it takes a number from 0 to 1")
+    return number
+
+
 ResidentShare = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of the weights that stays on the device.")
+    float,
+    typer.Option(
+        parser=share, metavar="SHARE", help="Keep this share of the weights on the device."
+    ),
 ]
 PageBytes = Annotated[
-    int, typer.Option(parser=size, metavar="SIZE", help="Largest page of weights: 64MiB, ...")
+    int,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Copy weights in pages of at most this size, such as 64MiB.",
+    ),
 ]
 CpuAttentionFraction = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Decoding rows for which the CPU attends.")
+    float,
+    typer.Option(
+        parser=share, metavar="SHARE", help="Let the CPU attend for this share of the rows."
+    ),
 ]
+Model = Annotated[Path, typer.Option(help="Compute with the model in this directory.")]
+Hardware = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Take as long as this GPU would, such as t4, l4 or a5000."),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Run this schedule; may be repeated; all by default."),
+]
+CostsOf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Take as long as the first layers of this model, such as mixtral-8x7b."
+    ),
+]
+MicroBatches = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Divide the step into so many micro-batches.")
+]
+Rows = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Decode so many sequences in each micro-batch.")
+]
+Context = Annotated[
+    int, typer.Option(min=2, metavar="N", help="Let each sequence have so many tokens.")
+]
+TimeScale = Annotated[
+    float,
+    typer.Option(
+        min=0.001, metavar="X", help="Take so many times as long, and divide the figures by it."
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Write schedules.svg and trace.json to this directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")]
 
 
 def run(  # noqa: PLR0913 - the options of a command
     *,
-    model: Annotated[Path, typer.Option(help="Directory of the model that computes.")],
-    hardware: Annotated[
-        str, typer.Option(help="Whose pace is emulated: t4, l4, a5000, ...")
-    ] = "l4",
-    schedule: Annotated[
-        list[str] | None, typer.Option(help="Schedules to run; repeatable; all by default.")
-    ] = None,
-    costs_of: Annotated[
-        str | None,
-        typer.Option(help="Model preset whose first layers set the pace, such as mixtral-8x7b."),
-    ] = None,
-    num_micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 14,
-    micro_batch_rows: Annotated[int, typer.Option(min=1, help="Sequences of each.")] = 36,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 482,
+    model: Model,
+    hardware: Hardware = "l4",
+    schedule: Names = None,
+    costs_of: CostsOf = None,
+    num_micro_batches: MicroBatches = 14,
+    micro_batch_rows: Rows = 36,
+    context: Context = 482,
     resident_share: ResidentShare = 0.0,
     page_bytes: PageBytes = PAGE_BYTES,
     cpu_attention_fraction: CpuAttentionFraction = 1.0,
-    time_scale: Annotated[
-        float, typer.Option(min=0.001, help="Slow the pace down; figures are divided by it.")
-    ] = 1.0,
-    out: Annotated[Path, typer.Option(help="Directory for schedules.svg and trace.json.")] = Path(
-        "raymoe-compare"
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    time_scale: TimeScale = 1.0,
+    out: Out = Path("raymoe-compare"),
+    as_json: AsJson = False,
 ) -> None:
-    """Run one decode step by each schedule on a device made of host memory.
+    """Run one decode step by each schedule on a device that is made of host memory.
 
-    Every schedule computes the same tokens with the same kernels; each task is stretched to the
-    time that the hardware would take. Writes a Gantt chart with all schedules on one axis,
-    predicted above measured, and a trace for chrome://tracing or Perfetto.
+    Every schedule computes the same tokens with the same kernels, and each task takes as long as
+    it would on the hardware. Written are a Gantt chart of all schedules on one axis, predicted
+    above measured, and a trace for chrome://tracing or Perfetto.
     """
     names = schedule or list(STREAMING_BUILDERS)
     _check_names(names)

@@ -36,8 +36,8 @@ from raymoe.units import format_bytes
 Source = Annotated[
     str | None,
     typer.Argument(
-        help=f"A directory, a config.json, a name on the Hugging Face hub, or one of "
-        f"{', '.join(MODEL_PRESETS)}.",
+        help="Describe this model: a directory, a config.json, a name on the Hugging Face hub, or "
+        "a short name; without it, all short names are listed.",
         metavar="[MODEL]",
     ),
 ]
@@ -46,13 +46,15 @@ Source = Annotated[
 def run(
     model: Source = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as one JSON object.")
+    ] = False,
 ) -> None:
-    """List the families and weight formats that run, or say what a model is, and whether it runs.
+    """List the model families and weight formats that run, or say whether a given model runs.
 
-    Of a directory with weights every tensor's name, shape and type is checked, and nothing is
-    loaded. Of a hub name nothing but config.json is downloaded. A model that does not run is
-    refused with the reason, and exit code 2.
+    The name, shape and type of every tensor in a directory are checked, but no weights are loaded.
+    Only config.json is downloaded from the hub. A model that does not run is refused with the
+    reason and the exit code 2.
     """
     console = Console()
     if as_json:

@@ -42,7 +42,6 @@ from raymoe.schedule.timeline import Timeline, middle_layers
 from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import TASKS, Workload
@@ -291,8 +290,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="Plan for this model: a directory with a config.json, a name on the Hugging Face hub, "
-        "or one of "
-        f"{', '.join(MODEL_PRESETS)}.",
+        "or a short name such as mixtral-8x7b; raymoe models lists those.",
         metavar="NAME|DIR",
     ),
 ]
@@ -325,7 +323,6 @@ NumRows = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=MAX_ROWS,
         metavar="N",
         help=f"Plan for so many rows; {DEFAULT_WORKLOAD.num_rows:,} by default, or as many as "
         "--lengths has.",
@@ -444,7 +441,7 @@ Prices = Annotated[
     typer.Option(
         metavar="FILE",
         help="Rank the nodes of this JSON file, which has US dollars an hour by instance, preset "
-        "or hardware file; by default those of raymoe/assets/prices.json.",
+        "or hardware file; by default those that raymoe comes with.",
     ),
 ]
 WhatIf = Annotated[
@@ -591,6 +588,8 @@ def _plan_on(planner: JobPlanner, fleet: _Fleet, node: HardwareSpec) -> tuple[Pl
 def _workload(
     num_rows: int | None, means: tuple[int, int], lengths: Path | None, shared_prompt_len: int
 ) -> Workload:
+    if num_rows is not None and num_rows > MAX_ROWS:
+        raise ConfigError(f"--num-rows is {str(num_rows)[:30]}...; it takes at most {MAX_ROWS:,}")
     if lengths is not None:
         workload = read_lengths(lengths, num_rows)
     else:

@@ -105,39 +105,42 @@ def _check_gpu() -> None:
 
 Row = tuple[str, str, str]
 MAX_SECONDS = 60.0
+Out = Annotated[Path | None, typer.Option(help="Also write the rates to this JSON file.")]
+Seconds = Annotated[
+    float, typer.Option(min=1, max=MAX_SECONDS, help="Measure for so many seconds.")
+]
+NumThreads = Annotated[
+    int | None, typer.Option(min=1, help="Measure with so many threads; all cores by default.")
+]
+Again = Annotated[
+    bool, typer.Option("--again", help="Measure anew if this machine was measured before.")
+]
+Tiles = Annotated[
+    bool,
+    typer.Option(
+        "--tiles",
+        help="Find the fastest tiles of the kernels for the experts of --model on this GPU "
+        "instead, which takes minutes, and keep them for all models of such shapes.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Find the tiles of this model: a directory, or a name that raymoe plan knows."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the rates as one JSON object.")]
 
 
 def run(
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write the rates to this JSON file.")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=MAX_SECONDS, help="Measure for so many seconds.")
-    ] = USUAL_SECONDS,
-    num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Measure with so many threads; all cores by default.")
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure anew if this machine was measured before.")
-    ] = False,
-    tiles: Annotated[
-        bool,
-        typer.Option(
-            "--tiles",
-            help="Find the fastest tiles of the kernels for the experts of --model on this GPU "
-            "instead, which takes minutes, and keep them for all models of such shapes.",
-        ),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Find the tiles of this model: a directory, or a name that raymoe plan knows."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the rates as one JSON object.")
-    ] = False,
+    out: Out = None,
+    seconds: Seconds = USUAL_SECONDS,
+    num_threads: NumThreads = None,
+    again: Again = False,
+    tiles: Tiles = False,
+    model: Model = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure in a minute what raymoe's kernels reach on this machine, its memory, GPU and link.
 

@@ -26,24 +26,32 @@ STYLES = {
 def run(
     *,
     device: Annotated[
-        str, typer.Option(help="cuda, cpu, or auto for the GPU where torch sees one.")
+        str,
+        typer.Option(
+            help="Examine this device, cuda or cpu; auto is the GPU where torch sees one."
+        ),
     ] = "auto",
     num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Of the kernels; all cores by default.")
+        int | None, typer.Option(min=1, help="Use so many threads; all cores by default.")
     ] = None,
     limit: Annotated[
-        float, typer.Option(min=1, help="Seconds after which no more checks begin.")
+        float, typer.Option(min=1, help="Begin no more checks after so many seconds.")
     ] = 280.0,
     section: Annotated[
-        list[str], typer.Option(help=f"Only these, repeatable: {', '.join(SECTIONS)}.")
+        list[str],
+        typer.Option(
+            help=f"Check only this section, one of {', '.join(SECTIONS)}; may be repeated."
+        ),
     ] = [],  # noqa: B006 - typer copies it
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the findings as one JSON object.")
+    ] = False,
 ) -> None:
-    """Examine this machine: versions, limits, rates, kernels, schedules; at most five minutes.
+    """Check in at most five minutes whether this machine computes correctly, and how fast it is.
 
-    Kernels are compared with plain formulas for each format of weights, the included model with
-    transformers under several schedules. Needs neither Ray nor a network. Exit code 1 if a check
-    failed; warnings say what makes this machine slower than it could be.
+    Kernels are compared with plain formulas for each format of weights, and the included model with
+    transformers under several schedules. Neither Ray nor a network is needed. A warning says what
+    makes this machine slower than it could be. The exit code is 1 if a check failed.
     """
     if device not in DEVICES:
         raise UnknownOptionError(device, DEVICES, "device of the doctor")
