@@ -8,12 +8,14 @@ import re
 import pytest
 import ray.data
 
-from raymoe.config import EngineConfig
+from raymoe.config import EngineConfig, Settings
 from raymoe.data.cluster import Cluster
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
+from raymoe.engine import loading
 from raymoe.errors import ConfigError
+from raymoe.measure.kept import identify_machine
 from raymoe.plan.search import find_plan
-from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.hardware import Curve, HardwareSpec, MeasuredNode, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, format_money, format_seconds
@@ -266,3 +268,50 @@ def test_the_plan_of_the_job_comes_with_its_time_and_cost(model, num_actors):
     million = format_money(job.cost(3.6) / 2, "EUR")
     assert job.describe(3.6, "EUR").endswith(f" in all, {million} per million generated tokens")
     assert map_batches_kwargs("m").plan is None
+
+
+RATES = HardwareSpec(
+    name="measured", num_cores=8, host_memory_bytes=1 << 30, host_bytes_per_s=50e9,
+    host_flop_per_s=900e9, task_overhead_s=Curve(((1.0, 40e-6), (2048.0, 1e-3))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_actors", "num_cores"), [(1, 8), (2, 4)])
+def test_actors_on_this_machine_plan_with_the_drivers_measurement(
+    model, monkeypatch, num_actors, num_cores
+):
+    """By their part of it, once: the job is predicted as each of them plans it."""
+    cluster = Cluster(num_nodes=1, num_cpus=8, num_gpus=0, memory_bytes=32 * GIB, is_here=True)
+    monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
+    measured = []
+    monkeypatch.setattr(loading, "_measure_quickly", lambda threads: measured.append(threads) or RATES)  # fmt: skip # noqa: E501
+    monkeypatch.setenv("RAYMOE_CACHE", "/dev/null/raymoe")
+    workload = Workload(num_rows=4000, prompt_tokens=100, generated_tokens=50)
+    kwargs = map_batches_kwargs(model, workload=workload, num_actors=num_actors)
+    config = kwargs["fn_constructor_kwargs"]["engine_config"]
+    assert measured == [None]
+    handed = config.hardware
+    assert isinstance(handed, MeasuredNode)
+    assert handed.hardware.num_cores == num_cores
+    assert handed.hardware.host_flop_per_s == RATES.host_flop_per_s * num_cores / 8
+    assert handed.machine == identify_machine(config.num_threads).file_name
+    node = loading.find_node(config, Settings(), "cpu")
+    expected = find_plan(ModelSpec.from_directory(model), node, config.workload)
+    assert kwargs.plan.prediction.running_s == pytest.approx(expected.job.seconds)
+    assert measured == [None], "the actor measures nothing"
+    given = map_batches_kwargs(model, workload=workload, engine_config={"hardware": RATES})
+    assert given["fn_constructor_kwargs"]["engine_config"].hardware == RATES
+
+
+def test_a_task_is_predicted_by_what_it_reads(model):
+    workload = Workload(num_rows=4000, prompt_tokens=100, generated_tokens=50)
+    options = {"workload": workload, "engine_config": {"hardware": RATES, "device": "cpu"}}
+    options["engine_config"]["hardware"] = dataclasses.replace(RATES, host_memory_bytes=32 * GIB)
+    scored = map_batches_kwargs(model, task="score", **options).plan
+    written = map_batches_kwargs(model, **options).plan
+    assert scored.prediction.running_s < 0.8 * written.prediction.running_s
+    text = scored.describe(1.0)
+    assert " to read, " in text
+    assert "prompt tokens/s, reading bound by" in text
+    assert "per million prompt tokens" in text
+    assert "generate" not in text
