@@ -490,6 +490,8 @@ OTHER_FORMATS = frozenset(
     (".csv", ".tsv", ".json", ".txt", ".xlsx", ".gz", ".zst", ".arrow", ".feather", ".orc", ".avro",
      ".ndjson")
 )  # fmt: skip
+# Those of Python, as all defaults are that both have.
+PARAMS, CONFIG = SamplingParams(), EngineConfig()
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "json_schema",
                   "ignore_eos")  # fmt: skip
 ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "split_special_tokens", "seed", "device",
@@ -520,15 +522,15 @@ def run(  # noqa: PLR0913 - the options of a command
     chat_template_kwargs: TemplateKwargs = "{}",
     split_special_tokens: SplitSpecial = False,
     on_too_long: OnTooLong = "error",
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    n: NumAnswers = 1,
+    max_tokens: MaxTokens = PARAMS.max_tokens,
+    temperature: Temperature = PARAMS.temperature,
+    top_p: TopP = PARAMS.top_p,
+    top_k: TopK = PARAMS.top_k,
+    n: NumAnswers = PARAMS.n,
     stop: Stop = None,
     json_schema: JsonSchema = None,
-    seed: Seed = 0,
-    ignore_eos: IgnoreEos = False,
+    seed: Seed = CONFIG.seed,
+    ignore_eos: IgnoreEos = PARAMS.ignore_eos,
     sampling_params: MoreParams = "{}",
     samples_as_rows: SamplesAsRows = False,
     resume: Resume = False,
@@ -543,7 +545,7 @@ def run(  # noqa: PLR0913 - the options of a command
     dtype: Dtype = "auto",
     device: Device = "auto",
     num_actors: NumActors = 1,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     num_threads: NumThreads = None,
     tensor_parallel_size: TensorParallelSize = 1,
     max_model_len: MaxModelLen = None,

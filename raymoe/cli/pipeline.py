@@ -197,7 +197,7 @@ class Job:
     currency: str = "USD"
     settings: Pairs = ()
     num_actors: int = 1
-    batch_size: int = 32
+    batch_size: int | None = None
     rows_in_flight: int | None = None
     preserve_order: bool = False
     is_sorted: bool = False
@@ -436,9 +436,11 @@ def _dataset(job: Job, console: Console) -> ray.data.Dataset:
         console.print(harmless(text, keep="\n"))
     if job.is_sorted:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
-        dataset = sort_by_prefix(dataset, **columns, rows_per_block=job.batch_size)
+        dataset = sort_by_prefix(dataset, **columns, rows_per_block=arguments["batch_size"])
     else:
-        dataset = dataset.repartition(target_num_rows_per_block=job.batch_size, strict=True)
+        dataset = dataset.repartition(
+            target_num_rows_per_block=arguments["batch_size"], strict=True
+        )
     return dataset.map_batches(MoEGenerator, **arguments)
 
 

@@ -250,7 +250,7 @@ def test_an_output_that_is_the_input_or_not_empty_is_refused(capfd, model, tmp_p
 def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", '{"id": 1, "prompt": "a"}')
     resume_state = ResumeState.of(Location.local(tmp_path / "out.jsonl"))
-    params = SamplingParams(max_tokens=64, temperature=0.0)
+    params = SamplingParams()
     manifest = Manifest.of(ModelIdentity.of(model), params, EngineConfig())
     resume_state.prepare(manifest, resume=False)
     (resume_state.journal / "rows-1.journal").write_bytes(b"raymoej1")
@@ -269,7 +269,7 @@ def test_an_unfinished_run_of_another_job_is_refused_before_ray_starts(capfd, mo
     assert "a run that was not finished; add --resume" in line
     for option, difference in (
         (("--seed", 3), "seed was 0, is 3"),
-        (("--max-tokens", 65), "sampling_params.max_tokens was 64, is 65"),
+        (("--max-tokens", 65), "sampling_params.max_tokens was 16, is 65"),
         (("--dtype", "bfloat16"), "dtype was 'float32', is 'bfloat16'"),
     ):
         code, line = refused(capfd, *basic, "--resume", *option)

@@ -579,7 +579,8 @@ def wait_for_parts(store, batch_id):
 
 
 def test_requests_at_once_share_an_engine_until_a_batch_wants_the_machine(tmp_path):
-    options, config = check_batch_options(["--model", str(raymoe.demo_model_path())])
+    arguments = ["--model", str(raymoe.demo_model_path()), "--temperature", "0"]
+    options, config = check_batch_options(arguments)
     options |= {"engine_config": config, "id_column": "custom_id", "error_column": ERROR_COLUMN}
     made = []
 
