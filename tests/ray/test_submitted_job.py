@@ -31,6 +31,7 @@ from tests.tiny import make_checkpoint
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "clusters.md"
 NUM_ROWS = 300
 START_S, END_S = 120, 10
 PORTS = (
@@ -134,8 +135,8 @@ def end(process):
 
 def documented_job(values):
     """The command that the page on clusters prints, with other values for its options."""
-    text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", " ")
-    (line,) = set(re.findall(r"^python (examples/submit_job\.py .*)$", text, re.MULTILINE))
+    text = PAGE.read_text().replace("\\\n", " ")
+    _, line = re.findall(r"^python (examples/submit_job\.py .*)$", text, re.MULTILINE)
     words = shlex.split(line)
     for option, value in values.items():
         words[words.index(option) + 1] = str(value)
@@ -193,6 +194,21 @@ def test_the_documented_job_runs_on_a_head(head, tmp_path):
     assert again.stderr.startswith(f"job {job} was submitted before: ")
     assert again.stderr.count("\n") == 1
     _check_strangers(words, address, tmp_path)
+
+
+def test_the_page_begins_with_lines_that_run(head, tmp_path):
+    address, variables = head
+    code = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    assert code.count("ray start --head\n") == code.count("ray stop\n") == 1
+    code = code.replace("ray start --head\n", "").replace("ray stop\n", "")  # `head` does these
+    code = code.replace("examples/submit_job.py", f"examples/submit_job.py --address {address}")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = subprocess.run(
+        ["bash", "-ec", code], cwd=tmp_path, env=variables | {"RAY_ADDRESS": "local"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert pq.read_table(tmp_path / "raymoe-demo" / "by-job").num_rows == 64
 
 
 def _check_strangers(words, address, directory):
