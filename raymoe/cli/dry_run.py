@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import typer
 from rich.console import Console
 
 from raymoe.cli.pipeline import Job, check_model, has_cluster, this_machine
@@ -20,6 +21,7 @@ from raymoe.errors import RaymoeError
 from raymoe.memory.checkpoint import find_model
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
 
 NUM_ROWS = 3
@@ -37,8 +39,10 @@ def show_first_rows(job: Job, console: Console) -> None:
     sample = _first_rows(job, SAMPLED_ROWS)
     first = sample.slice(0, NUM_ROWS)
     reader = reader_of(job.options | _names(job))
-    workload = workload_of(first, first.num_rows, job.model, reader)
-    config = dataclasses.replace(job.engine_config, workload=workload)
+    typer.echo(f"loading the model here for the first {first.num_rows} rows ...", err=True)
+    workload = workload_of(sample, job.source.num_rows, job.model, reader)
+    few = None if workload is None else resized(workload, NUM_ROWS)
+    config = dataclasses.replace(job.engine_config, workload=few)
     generator = MoEGenerator(job.model, **job.options, **_names(job), engine_config=config)
     try:
         answers = generator(first)
@@ -53,7 +57,7 @@ def show_first_rows(job: Job, console: Console) -> None:
             console.print(harmless("\n".join(lines), keep="\n\t"), end="\n\n")
     finally:
         prompts.close()
-    console.print(harmless(_prediction(job, sample), keep="\n"))
+    console.print(harmless(_prediction(job, workload), keep="\n"))
     console.print(f"nothing was written; without --dry-run {job.source.num_rows:,} rows go to "
                   f"{harmless(str(job.writer.location))}")  # fmt: skip
 
@@ -138,11 +142,10 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 
-def _prediction(job: Job, sample: pa.Table) -> str:
+def _prediction(job: Job, workload: Workload | None) -> str:
     """Return the plan of the whole job as the run would make it on this machine."""
     if has_cluster():
         return "the nodes of RAY_ADDRESS were not asked: the job predicts its time when it starts"
-    workload = workload_of(sample, job.source.num_rows, job.model, reader_of(job.options))
     directory = find_model(job.model)
     if workload is None or directory is None:
         return "no time can be predicted: none of the first rows can be generated"

@@ -100,6 +100,8 @@ def _saved_dataset(root: Location) -> list[Location]:
         return []
     state = _read_object(state_file)
     listed = state.get("_data_files")
+    if listed == []:
+        raise ConfigError(f"--input {root} is a dataset without rows")
     files = listed if isinstance(listed, list) else []
     listed_names: list[Any] = [one.get("filename") for one in files if isinstance(one, dict)]
     plain = [name for name in listed_names if name == PurePosixPath(str(name)).name]

@@ -1,5 +1,6 @@
 """`raymoe generate` as users run it: files in, files out, exit codes."""
 
+import inspect
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import raymoe
+from raymoe.assets import demo_model_path
+from raymoe.cli import generate as generate_command
 from raymoe.cli import run
 from raymoe.cli.resume import ResumeState
 from raymoe.cli.storage import Location
@@ -24,6 +27,7 @@ from raymoe.engine.identity import ModelIdentity
 from raymoe.report import is_report
 from raymoe.status_view import JobView
 from tests.tiny import make_checkpoint
+from tests.unit.cli.test_sources import save_to_disk
 
 COMMAND = [sys.executable, "-c", "from raymoe.cli import main; main()"]
 
@@ -222,6 +226,14 @@ def refused(capfd, *arguments):
         (("--sampling-params", "{"), "--sampling-params is not JSON"),
         (("--dtype", "int3"), "dtype is 'int3'"),
         (("--input", "absent.jsonl"), "no file that ends in"),
+        (("--retry-errors",), "--retry-errors needs --resume"),
+        (("--prompt-template", "{{ promt }}"), "column in --prompt-template 'promt'; did you mean"),
+        (("--prompt-template", "x", "--prompt-column", "id"), "contradict each other"),
+        (("--prompt-template", "{{ x"), "--prompt-template is no Jinja template: line 1"),
+        (("--system-prompt", "@absent.txt"), "--system-prompt absent.txt: cannot be read"),
+        (("--json-schema", "absent.json"), "--json-schema absent.json: cannot be read"),
+        (("--n", "2", "--sampling-params", '{"n": 3}'), "--n and n of --sampling-params"),
+        (("--stop", "x", "--task", "embed"), "--stop has no meaning for --task embed"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(capfd, model, tmp_path, options, reason):
@@ -310,10 +322,118 @@ def test_help_and_version_load_no_heavy_library():
     assert "demo" in done.stdout
 
 
+def test_each_help_text_of_generate_is_a_sentence_and_the_first_panel_has_five_options(
+    capfd, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    parameters = inspect.signature(generate_command.run).parameters.values()
+    options = [one.annotation.__metadata__[0] for one in parameters if one.name != "context"]
+    for option in options:
+        assert re.fullmatch(r"[A-Z].*\.", option.help, re.DOTALL), option.help
+    panels = Counter(option.rich_help_panel for option in options)
+    assert (options[0].rich_help_panel, panels["Start here"]) == ("Start here", 5)
+    assert None not in panels
+    assert run(["generate", "--help"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    titles = [re.match(r"╭─ ([^─]+) ─", line)[1] for line in lines if line.startswith("╭")]
+    assert titles[:3] == ["Options", "Start here", "Prompts"]
+
+
+def test_options_of_answers_become_sampling_parameters(tmp_path, capfd):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    given = {name: one.default for name, one in inspect.signature(generate_command.run).parameters.items()}  # fmt: skip # noqa: E501
+    given |= {"n": 4, "stop": [r"\n\n", "END"], "json_schema": tmp_path / "schema.json"}
+    params = generate_command._read_params(given)
+    assert (params.n, params.stop) == (4, ("\n\n", "END"))
+    assert json.loads(params.form.json) == schema
+    assert "the 4 answers of a row are equal at temperature 0" in capfd.readouterr().err
+    generate_command._read_params(given | {"temperature": 0.5})
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_prompts_answers_and_a_prediction_and_writes_nothing(capfd, tmp_path):
+    (tmp_path / "in.csv").write_text("id,day\na,1st\nb,\nc,3rd\nd,4th\n")
+    before = sorted(tmp_path.rglob("*"))
+    options = ("--input", tmp_path / "in.csv", "--output", tmp_path / "out", "--id-column", "id")
+    options = (*options, "--prompt-template", "date: {{ day }} March 2024 ->", "--dry-run")
+    options = (*options, "--max-tokens", 12, "--n", 2, "--temperature", 0.01)
+    code = run(["generate", "--model", str(demo_model_path()), *map(str, options)])
+    said, err = capfd.readouterr()
+    assert code == 0, err
+    first, second, third, rest = said.split("\n\n")
+    assert re.fullmatch(
+        r"row 1 of 4, id 'a'\n---- prompt of \d+ tokens\ndate: 1st March 2024 ->\n"
+        r"---- answer 1 of 2 of \d+ tokens, finish_reason stop\n2024-03-01\n"
+        r"---- answer 2 of 2\n2024-03-01",
+        first,
+    )
+    assert second.endswith("error row\nValueError: prompt_template: column 'day' is null")
+    assert third.startswith("row 3 of 4, id 'c'")
+    assert re.search(r"plan: 8 rows; .*\n.*\n  predicted: ", rest)
+    assert "nothing was written; without --dry-run 4 rows go to" in rest
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_every_command_has_help(capfd):
     for name in ("generate", "demo"):
         assert run([name, "--help"]) == 0
         assert "--output" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_csv_with_a_template_is_limited_resumed_and_its_errors_tried_again(tmp_path):
+    source = write_lines(tmp_path / "in.csv", "id,day", "a,1st", 'b,"2nd', "c,3rd,x", "d,", "e,5th")
+    output = tmp_path / "out.jsonl"
+    basic = ("--model", demo_model_path(), "--input", source, "--output", output, "--id-column",
+             "id", "--max-tokens", 12, "--preserve-order", "--no-report", "--n", 2)  # fmt: skip
+    prompt = ("--prompt-template", "date: {{ day }} March 2024 ->")
+    done = generate(*basic, *prompt, "--limit", 4)
+    assert done.returncode == 0, done.stderr
+    rows = read_lines(output)
+    assert [row["id"] for row in rows] == ["a", None, None, "d"]
+    assert rows[0]["generated_texts"] == ["2024-03-01"] * 2
+    assert rows[0]["rendered_prompt"] == "date: 1st March 2024 ->"
+    for row, reason in zip(rows[1:], ("line 3)", "line 4)", "column 'day' is null"), strict=True):
+        assert row["__inference_error__"].endswith(reason)
+
+    done = generate(*basic, *prompt, "--resume", "--retry-errors")
+    assert done.returncode == 0, done.stderr
+    assert "1 rows had an error and are generated again" in done.stderr
+    assert "3 of 5 rows are already written" in done.stderr
+    assert {row["id"] for row in read_lines(output)} == {"a", None, "d", "e"}
+    assert len(read_lines(output)) == 5
+
+    done = generate(
+        *basic, "--prompt-template", "date: {{ day or '4th' }} March 2024 ->", "--resume"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 rows have been edited since they were written" in done.stderr
+    texts = {row["id"]: row["generated_text"] for row in read_lines(output)}
+    assert (texts["d"], texts["e"]) == ("2024-03-04", "2024-03-05")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_saved_dataset_is_answered_in_order_as_chats(model, tmp_path):
+    table = pa.table({"id": [f"r{one}" for one in range(40)], "text": ["hello"] * 40})
+    saved = save_to_disk(tmp_path / "d", table, ("data-0.arrow", "data-1.arrow"))
+    basic = ("--model", model, "--input", saved, "--output", tmp_path / "out", "--id-column", "id")
+    options = (*basic, "--max-tokens", 4, "--ignore-eos", "--preserve-order", "--no-report")
+    prompts = ("--prompt-template", "{{ text }} {{ id }}", "--system-prompt", "Be {{ text }}.")
+    for more, count in ((("--limit", 30), 30), (("--resume",), 40)):
+        done = generate(*options, *prompts, *more)
+        assert done.returncode == 0, done.stderr
+        found = pq.read_table(tmp_path / "out")
+        assert found.column("id").to_pylist() == table.column("id").to_pylist()[:count]
+    assert "30 of 40 rows are already written" in done.stderr
+    assert json.loads(found.column("rendered_messages")[39].as_py()) == [
+        {"role": "system", "content": "Be hello."},
+        {"role": "user", "content": "hello r39"},
+    ]
 
 
 @pytest.mark.slow

@@ -139,6 +139,9 @@ def test_a_dict_of_datasets_says_which_splits_there_are(tmp_path):
     with pytest.raises(ConfigError, match=r"a DatasetDict with train, test; name one .*d/train$"):
         open_source(str(tmp_path / "d"), id_column=None)
     assert open_source(str(tmp_path / "d" / "train"), id_column=None).num_rows == 7
+    (tmp_path / "d" / "train" / "state.json").write_text('{"_data_files": []}')
+    with pytest.raises(ConfigError, match="is a dataset without rows"):
+        open_source(str(tmp_path / "d" / "train"), id_column=None)
 
 
 @pytest.mark.parametrize(
