@@ -1,9 +1,17 @@
 """The main job: a table of prompts in, the same table with generated text out, through Ray Data."""
 
+import logging
+
 import ray
+import ray.data
 
 import raymoe
 from raymoe.assets import demo_model_path
+
+# Without these Ray tells of its start, of each stage and of its progress; errors still come.
+ray.init(logging_level="error")
+ray.data.DataContext.get_current().enable_progress_bars = False
+logging.getLogger("ray.data").setLevel("ERROR")
 
 rows = [{"id": day, "prompt": f"date: {day} March 2024 ->"} for day in range(1, 29)]
 arguments = raymoe.map_batches_kwargs(
