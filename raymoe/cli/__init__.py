@@ -97,7 +97,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
             function = importlib.import_module(f"raymoe.cli.{name}").run
         app.command(help=paragraphs(function))(function)
         command = typer.main.get_command(app)
-        command(args=arguments, prog_name=f"raymoe {name}")
+        command(args=arguments, prog_name=f"raymoe {name}", obj=arguments)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from raymoe.cli.pipeline import (
 from raymoe.cli.progress import plain_console, print_summary
 from raymoe.cli.resume import Lease, ResumeState, count_written, find_written
 from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
+from raymoe.cli.stopping import Stopped
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
 from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
@@ -389,10 +391,11 @@ NumActors = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=1,
-        help="Hand this many rows at a time to an engine, which batches them as it likes.",
+        help="Hand this many rows at a time to an engine, which batches them as it likes; the "
+        "plan chooses if none is given.",
         metavar="N",
         rich_help_panel=MACHINE,
     ),
@@ -564,7 +567,28 @@ def run(  # noqa: PLR0913 - the options of a command
     """
     where = without_secrets(input_) if "://" in input_ else input_
     plain_console(stderr=True).print(harmless(f"reading {where} and the model {model}"))
-    _run(*_make_job(context.params), context.params)
+    job, resume_state = _make_job(context.params)
+    try:
+        _run(job, resume_state, context.params)
+    except Stopped as stopped:
+        typer.echo(how_to_go_on(job, context.obj or sys.argv[2:]), err=True)
+        raise typer.Exit(stopped.exit_code) from stopped
+
+
+def how_to_go_on(job: Job, arguments: Sequence[str]) -> str:
+    """Return what to type after a job was stopped.
+
+    Args:
+        arguments: Those it was called with.
+    """
+    kept = [each for each in arguments if each not in {"--overwrite", "--resume"}]
+    command = f"raymoe generate {shlex.join(kept)}"
+    if job.id_column is None:
+        return (
+            "to go on, name a column of unique ids (--id-column NAME), by which --resume finds the "
+            f"rows that are written: {command} --id-column NAME --resume"
+        )
+    return f"to go on: {command} --resume"
 
 
 def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:

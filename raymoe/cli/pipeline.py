@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from rich.console import Console
 from raymoe.cli.progress import Progress
 from raymoe.cli.resume import Lease, Written
 from raymoe.cli.sources import Source, without_written
+from raymoe.cli.stopping import Stopped, listen, stops_in_order
 from raymoe.cli.writers import RunStats, Writer, write_part
 from raymoe.config import EngineConfig
+from raymoe.data.address import check_address
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.journal import num_recorded_rows
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Periodic
 from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
@@ -162,7 +166,7 @@ class JobWatch:
 # A part has this much, or what came in this time; the parts of a young job are smaller.
 ROWS_PER_PART, BYTES_PER_PART, BLOCKS_PER_PART = 8192, 32 * MIB, 1024
 FLUSH_EVERY_S, FLUSH_SHARE = 60.0, 0.1
-MAX_WRITES, WRITE_RETRIES = 4, 10
+MAX_WRITES, WRITE_RETRIES, SAVE_S = 4, 10, 60.0
 PROMPT_COLUMNS = {"prompt_column": "prompt", "messages_column": "messages", "tools_column": None}
 
 
@@ -217,16 +221,36 @@ def run_job(job: Job, console: Console) -> JobView:
     """Run a job to its end; what was finished stays on disk if it fails.
 
     Raises:
+        Stopped: By a signal; what is kept has been said.
         ExecutionError: The run failed; the message has the innermost reason.
     """
     run_stats = RunStats(total_rows=job.num_rows, task=job.options.get("task", GENERATE))
-    with _watched(job, run_stats) as watch:
-        if job.num_rows:
-            _run(job, run_stats, watch, console)
-        job.check_lease()
-        job.writer.close()
-        run_stats.finished_s = run_stats.finished_s or time.monotonic()
+    try:
+        with stops_in_order(), _watched(job, run_stats) as watch:
+            if job.num_rows:
+                _run(job, run_stats, watch, console)
+            job.check_lease()
+            job.writer.close()
+            run_stats.finished_s = run_stats.finished_s or time.monotonic()
+    except Stopped as stop:
+        console.print(f"{stop}: {describe_kept(job, run_stats)}")
+        raise
     return watch.view
+
+
+def describe_kept(job: Job, run_stats: RunStats) -> str:
+    """Return how many rows a job that was stopped will not generate again."""
+    num_before = 0 if job.written is None else job.written.num_rows
+    num_written = num_before + run_stats.num_rows
+    num_more = 0
+    if job.journal_dir is not None and job.id_column is not None:  # else --resume finds no key
+        # Written rows are in it too, except those that cannot be generated.
+        num_more = max(0, num_recorded_rows(job.journal_dir) - num_written)
+    about = "at least " if num_more else ""
+    text = f"{about}{num_written + num_more:,} of {job.source.num_rows:,} rows are safe"
+    return text + (
+        f": {num_written:,} written, {num_more:,} more in the journal" if num_more else ""
+    )
 
 
 def _watched(job: Job, run_stats: RunStats) -> JobWatch:
@@ -252,7 +276,7 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> No
             run_stats.started_s = time.monotonic()
             dataset = _dataset(job, console)
             with Progress(lambda: watch.view, console):
-                _drain(job, dataset, run_stats)
+                _drain(job, dataset, run_stats, console)
             run_stats.finished_s = time.monotonic()
             watch.wait_for_actors()
         except RaymoeError:
@@ -272,7 +296,10 @@ def check_model(
         CheckpointError: Files are missing, damaged or unsafe.
         UnsupportedModelError: The model's mathematics is not implemented.
         InfeasiblePlanError: This machine has too little memory; not checked for a cluster.
+        ConfigError: No cluster answers at RAY_ADDRESS.
     """
+    if has_cluster():
+        check_address()
     directory, task = find_model(model), read_task_of(options)
     if directory is None:
         if not has_cluster():  # else its nodes may have what is not here
@@ -309,14 +336,16 @@ def find_manifest(job: Job) -> Manifest | None:
     return Manifest.of(identity, params, job.engine_config, kwargs, task)
 
 
-def _drain(job: Job, dataset: ray.data.Dataset, run_stats: RunStats) -> None:
+def _drain(job: Job, dataset: ray.data.Dataset, run_stats: RunStats, console: Console) -> None:
     parts = _Parts(job, run_stats)
     try:
         for bundle in dataset.iter_internal_ref_bundles():
             for block in bundle.blocks:
                 parts.add(block)
         parts.finish()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Stopped):
+            console.print("stopping: rows that are done are written; a second signal ends at once")
         parts.save()
         raise
 
@@ -370,10 +399,14 @@ class _Parts:
             self._collect(None)
 
     def save(self) -> None:
-        """Write what there is of a run that failed, as far as that succeeds."""
+        """Write what there is of a run that failed or was stopped, as far as that succeeds."""
         with contextlib.suppress(Exception):
             self._start()
-        for written in list(self._writing):
+        done: list[Any] = []
+        with contextlib.suppress(Exception):  # such as that Ray has ended
+            waiting = list(self._writing)
+            done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=SAVE_S)
+        for written in done:
             with contextlib.suppress(Exception):
                 self._take(written)
 
@@ -482,7 +515,8 @@ OBJECT_STORE_BYTES = 400 * MIB
 
 
 def has_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
+    """Whether jobs run in a Ray that is there already, instead of one of their own."""
+    return os.environ.get("RAY_ADDRESS", "") not in {"", "local"}
 
 
 def this_machine() -> Cluster:
@@ -502,25 +536,29 @@ def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
         preserve_order: Rows come out in the order of the input.
         verbose: Show what Ray and the actors log.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    if not has_cluster():
         _ensure_token()
     with nullcontext() if verbose else _without_stderr():
-        _start(address, verbose=verbose)
+        _start(verbose=verbose)
+    listen()
     context = configure_data_context(preserve_order=preserve_order)
     context.enable_progress_bars = False
     if not verbose:
         logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
         yield
+    except BaseException as error:
+        # Ray Data's objects in it would start another Ray when they are collected after this one.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         ray.shutdown()
 
 
-def _start(address: str | None, *, verbose: bool) -> None:
+def _start(*, verbose: bool) -> None:
     level = "info" if verbose else "error"
-    if address:
-        ray.init(address, logging_level=level, log_to_driver=verbose)
+    if has_cluster():
+        ray.init(os.environ["RAY_ADDRESS"], logging_level=level, log_to_driver=verbose)
         return
     ray.init(
         "local",

@@ -4,9 +4,12 @@ import contextlib
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -74,8 +77,11 @@ class Command:
         arguments += ["--id-column", "id", "--max-tokens", 16, "--batch-size", 16]
         if "--temperature" not in options:
             arguments += ["--temperature", 1]
+        return self.run([*arguments, *options])
+
+    def run(self, arguments):
         return subprocess.Popen(
-            [*COMMAND, *map(str, arguments), *map(str, options)],
+            [*COMMAND, *map(str, arguments)],
             env=self.environment,
             cwd=self.place,
             stdout=subprocess.PIPE,
@@ -209,6 +215,43 @@ def test_a_killed_actor_does_not_generate_again_what_it_had_finished(
     assert len(finished) > 200
     assert not finished & set(again)
     assert sorted(came) == sorted(row["id"] for row in rows)
+
+
+@pytest.fixture
+def short_path():
+    """Ray's sockets do not fit the path that pytest gives."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_stop_says_what_is_safe_and_goes_on(
+    tiny_model, tmp_path, short_path, number
+):
+    command = Command(tiny_model, tmp_path)
+    command.environment["RAY_TMPDIR"] = str(short_path)
+    output = tmp_path / "out.jsonl"
+    process = command.start(output, "--max-tokens", 64)
+    while command.num_logged() < 200:
+        with pytest.raises(subprocess.TimeoutExpired):  # else it ended too early
+            process.wait(0.01)
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=LONGEST_RUN_S)
+    assert process.returncode == 128 + number, shown
+    assert "Traceback" not in shown
+    assert f"stopped by {number.name}:" in shown
+    assert int(re.search(r"([\d,]+) of 2,000 rows are safe", shown)[1].replace(",", "")) >= 100
+    assert len([*(short_path / "ray").glob("session_2*")]) == 1, "another Ray was started"
+    job = json.loads((tmp_path / "out.jsonl.status" / "job.json").read_text())
+    assert (job["state"], job["reason"]) == ("stopped", f"stopped by {number.name}")
+
+    (line,) = [line for line in shown.splitlines() if line.startswith("to go on: raymoe generate")]
+    assert line.endswith(" --resume")
+    process = command.run(shlex.split(line)[5:])
+    shown, _ = process.communicate(timeout=LONGEST_RUN_S)
+    assert process.returncode == 0, shown
+    ids = [json.loads(line)["id"] for line in output.read_bytes().splitlines()]
+    assert sorted(ids) == sorted(IDS)
 
 
 def actors():

@@ -2,10 +2,17 @@
 
 import logging
 import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 
-from raymoe.cli.pipeline import TOKEN_VARIABLE, _ensure_token
+from raymoe.cli.generate import how_to_go_on
+from raymoe.cli.pipeline import TOKEN_VARIABLE, JobWatch, _ensure_token, describe_kept
+from raymoe.cli.stopping import Stopped
+from raymoe.cli.writers import RunStats
+from raymoe.data.journal import num_recorded_rows, pack_record
+from raymoe.data.status import read_status
 
 
 @pytest.fixture
@@ -35,3 +42,50 @@ def test_elsewhere_ray_writes_its_token_as_always(variables, tmp_path):
         variables.setenv(name, "disabled")
         _ensure_token()
         assert TOKEN_VARIABLE not in os.environ
+
+
+def make_job(**fields):
+    given = {"source": SimpleNamespace(num_rows=2000), "written": None, "journal_dir": None}
+    return SimpleNamespace(**given | {"id_column": "id"} | fields)
+
+
+def write_journal(directory, *, name="rows-a.journal", keys, damage=b""):
+    directory.mkdir(exist_ok=True)
+    records = [pack_record(key.to_bytes(16, "big"), b"row") for key in keys]
+    (directory / name).write_bytes(b"raymoej1" + b"".join(records) + damage)
+
+
+def test_what_a_stopped_job_keeps_is_counted(tmp_path):
+    journal = tmp_path / "out.journal"
+    stats = RunStats(total_rows=2000, num_rows=100)
+    assert describe_kept(make_job(), stats) == "100 of 2,000 rows are safe"
+    written = SimpleNamespace(num_rows=1000)
+    assert describe_kept(make_job(written=written), stats) == "1,100 of 2,000 rows are safe"
+    assert describe_kept(make_job(journal_dir=journal), stats) == "100 of 2,000 rows are safe"
+    write_journal(journal, keys=range(120), damage=b"half a record")
+    write_journal(journal, name="rows-b.journal", keys=range(110, 140))
+    assert num_recorded_rows(journal) == 140
+    text = "at least 140 of 2,000 rows are safe: 100 written, 40 more in the journal"
+    assert describe_kept(make_job(journal_dir=journal), stats) == text
+    without_ids = make_job(journal_dir=journal, id_column=None)
+    assert describe_kept(without_ids, stats) == "100 of 2,000 rows are safe"
+
+
+def test_how_to_go_on_is_a_command_that_a_shell_takes():
+    given = ["--model", "my model", "--overwrite", "--output", "out"]
+    text = how_to_go_on(make_job(), given)
+    assert text == "to go on: raymoe generate --model 'my model' --output out --resume"
+    text = how_to_go_on(make_job(id_column=None), given)
+    assert text.endswith("--output out --id-column NAME --resume")
+    assert "name a column of unique ids" in text
+
+
+def test_a_stopped_job_has_not_failed(tmp_path):
+    def status_after(error):
+        with pytest.raises(type(error)), JobWatch(tmp_path, RunStats(total_rows=1), model="m"):
+            raise error
+        job = read_status(tmp_path).job
+        return job.state, job.reason
+
+    assert status_after(Stopped(signal.SIGTERM)) == ("stopped", "stopped by SIGTERM")
+    assert status_after(ValueError("why")) == ("failed", "why")
