@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,13 +269,17 @@ def _watched(job: Job, run_stats: RunStats) -> JobWatch:
 
 
 def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> None:
-    address = os.environ.get("RAY_ADDRESS")
-    where = f"connecting to Ray at {address}" if address else "starting Ray on this machine"
+    where = "starting Ray on this machine"
+    if has_cluster():
+        where = f"connecting to Ray at {os.environ['RAY_ADDRESS']}"
     console.print(harmless(where))
-    with running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
+    # The tokenizer loads in its process while this one waits for those of Ray.
+    beside = ThreadPoolExecutor(1, "raymoe-workload")
+    workload = beside.submit(_workload, job)
+    with beside, running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             run_stats.started_s = time.monotonic()
-            dataset = _dataset(job, console)
+            dataset = _dataset(job, workload.result(), console)
             with Progress(lambda: watch.view, console):
                 _drain(job, dataset, run_stats, console)
             run_stats.finished_s = time.monotonic()
@@ -445,7 +450,7 @@ class _Parts:
         self._job.writer.commit(name)
 
 
-def _dataset(job: Job, console: Console) -> ray.data.Dataset:
+def _dataset(job: Job, workload: Workload | None, console: Console) -> ray.data.Dataset:
     """Return the lazy dataset of answers; prints the plan."""
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
@@ -453,7 +458,7 @@ def _dataset(job: Job, console: Console) -> ray.data.Dataset:
         dataset = without_written(dataset, job.id_column, written.ids, written.errors)
     arguments = map_batches_kwargs(
         job.model,
-        workload=_workload(job),
+        workload=workload,
         num_actors=job.num_actors,
         batch_size=job.batch_size,
         rows_in_flight=job.rows_in_flight,
