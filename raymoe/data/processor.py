@@ -1,6 +1,7 @@
 """`generate`: a job in one call. `build_processor`: pipelines written for ray.data.llm."""
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
 from raymoe.data.columns import ERROR_COLUMN
-from raymoe.data.generator import MoEGenerator, output_columns
+from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal import forget_errors
-from raymoe.data.prompt_template import NO_COLUMN, TEMPLATES, PromptTemplate, read_json_schema
-from raymoe.data.rows import SAMPLING_COLUMN
+from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
@@ -195,8 +196,8 @@ class Processor:
         params = row.get(SAMPLING_COLUMN)
         if isinstance(params, Mapping):  # the text is always made
             row[SAMPLING_COLUMN] = {k: v for k, v in params.items() if k != "detokenize"}
-        if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN:
-            row.setdefault(TOKENS_COLUMN, row.get("prompt"))
+        if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN and "prompt" in row:
+            row.setdefault(TOKENS_COLUMN, row["prompt"])
         return {name: cell for name, cell in row.items() if name not in self.output_names}
 
     def _after(self, row: Row) -> Row:
@@ -220,6 +221,14 @@ TOKENS_COLUMN = "tokenized_prompt"
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
 _ENGINE_NAMES = frozenset(one.name for one in dataclasses.fields(EngineConfig))
 _STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
+_STAGE_ADVICE = {
+    "chat_template": "put it into the file chat_template.jinja of the model's directory",
+    "batch_size": "give batch_size to the processor's configuration",
+    "concurrency": "give concurrency to the processor's configuration",
+    "num_cpus": "give num_cpus in builder_kwargs",
+    "memory": "give memory in builder_kwargs",
+    "runtime_env": "give runtime_env to the processor's configuration",
+}
 _DTYPES = {"half": "float16", "float": "float32"}
 _RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
 # Arguments of vLLM's engine. These values say what raymoe does anyway:
@@ -284,6 +293,9 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         **_pool_sizes(given),
         **builder,
     }
+    of_pool = inspect.signature(map_batches_kwargs).parameters
+    of_rows = {name: value for name, value in options.items() if name not in of_pool}
+    check_options(given["model_source"], of_rows, of_pool)
     remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
     return Processor(
         model_source=str(given["model_source"]),
@@ -322,6 +334,8 @@ def _fields_of(config: Any) -> Row:
     if not given["log_engine_metrics"]:
         raise ConfigError("log_engine_metrics=False has no meaning for raymoe: it exports metrics "
                           "where Ray does (pip install 'raymoe[metrics]')")  # fmt: skip
+    if given["max_tasks_in_flight_per_actor"] is not None:
+        logger.warning("max_tasks_in_flight_per_actor is left to raymoe's planner")
     if _stage(given, "prepare_multimodal_stage")["enabled"]:
         raise ConfigError("prepare_multimodal_stage has no meaning for raymoe, which takes text")
     if given["task_type"] not in TASKS:
@@ -343,9 +357,10 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
         if key not in _STAGE_FIELDS or (key == "model_source" and not same_model):
             if not stage["enabled"]:
                 continue
+            advice = _STAGE_ADVICE.get(key, f"leave {key} out")
             raise ConfigError(
-                f"{name} has {key}={one!r}, which has no meaning for raymoe: the actors of the "
-                f"engine do this work, with the model's own files; leave {key} out"
+                f"{name} has {key}={one!r:.60}, which has no meaning for raymoe: the actors of the "
+                f"engine do this work, with the model's own files; {advice}"
             )
     return stage
 

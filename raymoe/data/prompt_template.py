@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raymoe.data.rows import (
+    NO_COLUMN,
     BadCell,
     RowError,
     as_text,
@@ -33,7 +34,6 @@ from raymoe.errors import ConfigError, UnknownOptionError, WorkerProcessError, d
 from raymoe.specs.files import read_own_json, read_text
 
 PROMPTS_COLUMN, MESSAGES_COLUMN = "rendered_prompt", "rendered_messages"
-NO_COLUMN = "__no_prompt__"  # what the operator reads where only the other column counts
 INPUT_ERROR_COLUMN = "__input_error__"
 WORKER = Path(__file__).parent.parent / "engine" / "workers" / "prompt_worker.py"
 ROW = "row"

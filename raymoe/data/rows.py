@@ -158,7 +158,7 @@ def shown(value: object, limit: int = MAX_SHOWN_CHARACTERS) -> str:
 
 
 SAMPLING_COLUMN, TEMPLATE_COLUMN = "sampling_params", "chat_template_kwargs"
-# In the place of a column's name where `build_processor` has said that rows have none of them.
+# In the place of a column's name where something before the operator makes the other column.
 NO_COLUMN = "__no_prompt__"
 Prompt = str | list[int] | list[dict[str, Any]] | Chat
 

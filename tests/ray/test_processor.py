@@ -158,6 +158,8 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
         ({"task_type": "rank"}, "task_type is 'rank'"),
         ({"tokenize_stage": {"num_cpus": 2}}, "tokenize_stage has num_cpus=2"),
         ({"chat_template_stage": 3}, "chat_template_stage is 3"),
+        ({"chat_template_stage": {"chat_template": "{{ x }}"}}, "the file chat_template.jinja of"),
+        ({"tokenize_stage": {"batch_size": 2}}, "give batch_size to the processor's configuration"),
         ({"concurrency": (3, 2)}, "concurrency is"),
         ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
         ({"engine_kwargs": {"mamba_ssm_cache_dtype": "half"}}, "state_dtype is 'float16'"),
@@ -167,6 +169,36 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
 def test_what_has_no_meaning_is_refused(fields, message) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_processor(MoEEngineProcessorConfig(model_source="m", **fields))
+
+
+def test_options_that_do_not_exist_are_refused_when_the_processor_is_built() -> None:
+    config = MoEEngineProcessorConfig(model_source="m")
+    with pytest.raises(ConfigError, match="did you mean 'num_actors'"):
+        build_processor(config, builder_kwargs={"num_actor": 2})
+    with pytest.raises(ConfigError, match=r"belongs to sampling_params: give sampling_params="):
+        build_processor(config, builder_kwargs={"max_tokens": 2})
+    build_processor(config, builder_kwargs={"num_cpus": 1, "id_column": "id"})
+
+
+MISSING = [
+    ({}, r"no column 'messages' exists; the rows have 'text', 'prompt'; return it from preprocess, "
+     "or give chat_template_stage=False"),
+    ({"chat_template_stage": False}, r"no column 'prompt' exists; the rows have 'text', 'other'; "
+     "return it from preprocess, or leave out chat_template_stage=False"),
+    ({"chat_template_stage": False, "tokenize_stage": False},
+     "no column 'tokenized_prompt' exists"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), MISSING)
+def test_what_preprocess_does_not_return_is_named_before_an_actor_starts(
+    local_ray, fields, message
+) -> None:
+    config = MoEEngineProcessorConfig(model_source=str(raymoe.demo_model_path()), **fields)
+    name = "other" if fields else "prompt"
+    processor = build_processor(config, preprocess=lambda row: {name: row["text"]})
+    with pytest.raises(ConfigError, match=message):
+        processor(ray.data.from_items([{"text": "a"}]))
 
 
 def test_arguments_of_vllm_become_those_of_the_engine() -> None:
