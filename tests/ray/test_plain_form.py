@@ -1,5 +1,6 @@
 """`map_batches` with `MoEGenerator` as Ray's own arguments and defaults have it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pytest
 import ray
@@ -157,3 +159,43 @@ def test_the_advice_of_an_actor_reaches_the_user(tiny_model):
         check=True,
     )
     assert (done.stdout + done.stderr).count("rows come 1 at a time, one call after another") == 1
+
+
+@pytest.mark.slow
+def test_equal_rows_of_two_actors_share_no_sample_through_a_kill_and_a_resume(
+    local_ray, tiny_model, tmp_path
+):
+    rows = [{"prompt": f"row {i % 10}", "n": i} for i in range(200)]
+    options = {"sampling_params": {"max_tokens": 12}, "journal_dir": str(tmp_path)}
+    pool = ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2)
+
+    def run(batch_size, *, kills):
+        ds = ray.data.from_items(rows, override_num_blocks=10)
+        out, kwargs = [], {"compute": pool, "concurrency": None, "batch_size": batch_size}
+        for row in plain(ds, tiny_model, options, **kwargs).iter_rows():
+            if kills and not out:
+                kill_an_actor()
+            out.append(row)
+        assert sorted(row["n"] for row in out) == list(range(200))
+        return sorted((row["prompt"], tuple(row["generated_tokens"])) for row in out)
+
+    whole = run(5, kills=False)
+    assert len(set(whole)) == 200
+    files = sum(path.stat().st_size for path in tmp_path.glob("rows-*"))
+    assert run(20, kills=False) == whole
+    assert sum(path.stat().st_size for path in tmp_path.glob("rows-*")) == files  # all were found
+    for path in tmp_path.glob("rows-*"):
+        path.unlink()
+    assert run(5, kills=True) == whole
+
+
+def kill_an_actor():
+    """End the process of one actor that generates."""
+    names = [process for process in psutil.Process().children(recursive=True) if is_actor(process)]
+    names[0].kill()
+
+
+def is_actor(process):
+    with contextlib.suppress(psutil.Error):
+        return "MapWorker(MapBatches(MoEGenerator))" in " ".join(process.cmdline())
+    return False
