@@ -1,5 +1,6 @@
 """Engine: prompts in, generations out. One thread computes, another decodes; any number call it."""
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -11,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.lane import released_on_error
@@ -157,10 +158,18 @@ class BatchingWindow:
 
 Params = SamplingParams | Mapping[str, Any] | None
 STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave up
+MAX_SUBMITTING = 32  # calls of `agenerate` whose prompts are encoded at once; others wait
 _CLOSED = (
     "this engine is closed and its model is no longer in memory; load it again with "
     "Engine.from_pretrained"
 )
+
+
+class Call:
+    """The rows of one call that waits for all of them."""
+
+    def __init__(self) -> None:
+        self.is_dropped = False  # nobody waits any more; guarded by the engine's lock
 
 
 class Engine:
@@ -232,6 +241,8 @@ class Engine:
         self._num_rows = self._num_finished = self._num_errors = self._num_blocked = 0
         self._failure: ExecutionError | None = None
         self._is_closing = False
+        self._submitter: ThreadPoolExecutor | None = None  # of `agenerate`
+        self._num_submitting = 0  # calls of it whose rows are not all queued
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.max_num_seqs, config.max_queued_rows)
         self._start = BatchingWindow(pool_rows, config.linger_s, config.expected_calls)
@@ -242,7 +253,11 @@ class Engine:
         atexit.register(self.close)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+    ) -> Self:
         """Load a model: a local directory, or a name that the hub cache or the hub has.
 
         Raises:
@@ -288,7 +303,9 @@ class Engine:
             self._start.num_calls_in_flight -= 1
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
     ) -> list[Generation]:
         """Generate for all prompts and return their generations in order.
 
@@ -297,17 +314,47 @@ class Engine:
             sampling_params: For all prompts, or a list with one for each.
 
         Raises:
-            ConfigError: Parameters for all prompts that cannot be used. A bad prompt, or bad
-                parameters of one prompt, raise nothing: the generation has the finish reason
-                "error".
-            ExecutionError: The engine failed or was closed.
+            ConfigError: `sampling_params` for all prompts cannot be used. A bad prompt, or bad
+                parameters in a list, raise nothing: that generation has the finish reason "error".
+            ExecutionError: The engine failed or is closed.
             KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
                 others.
         """
-        if _is_for_all(sampling_params):
-            self.check_params(sampling_params)
-        with self._interruptible():
-            return self._results(self.submit(prompts, sampling_params))
+        with self._call(prompts) as call:
+            return self._results(self._submit_all(prompts, sampling_params, call=call))
+
+    async def agenerate(
+        self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] = None
+    ) -> list[Generation]:
+        """As `generate`, for coroutines: calls that wait at the same time share steps.
+
+        Cancelling it drops its rows, also those that are being generated.
+        """
+        self._check_process()
+        call = Call()
+        with self._changed:
+            self._check_open()
+            self._num_submitting += 1
+            if self._submitter is None:
+                self._submitter = ThreadPoolExecutor(MAX_SUBMITTING, "raymoe-submit")
+            submit = functools.partial(self._submit_all, prompts, sampling_params, call=call)
+            submitting = self._submitter.submit(submit)
+        try:
+            try:
+                futures = await asyncio.wrap_future(submitting)
+            finally:
+                self._submitted()
+            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        except BaseException:
+            self._drop(call)
+            raise
+
+    def _submitted(self) -> None:
+        with self._changed:
+            self._num_submitting -= 1
+            if not self._num_submitting:  # those that wait at the same time are all here
+                self._start.start_now()
+                self._changed.notify_all()
 
     def check_params(self, sampling_params: object) -> None:
         """Refuse parameters that no row can have with this model.
@@ -347,11 +394,27 @@ class Engine:
                 or where it is None, the row's tokens, its parameters and its occurrence.
             occurrences: How many rows equal to each there were before; None counts those of this
                 call, so that equal prompts get different samples.
+
+        Raises:
+            ConfigError: As for `generate`.
+            ExecutionError: The engine is closed. If it fails later, the futures raise it.
         """
+        return self._submit_all(prompts, sampling_params, row_keys, occurrences, call=Call())
+
+    def _submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params],
+        row_keys: Sequence[object] | None = None,
+        occurrences: Sequence[int | None] | None = None,
+        *,
+        call: Call,
+    ) -> list[Future[Generation]]:
         self._check_open()
-        if isinstance(prompts, (str, bytes, Mapping)):
-            raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
+        _check_list(prompts)
         check_head(None, self._parts.head)
+        if not _is_list(sampling_params):
+            self.check_params(sampling_params)
         params = _one_each("sampling_params", sampling_params, len(prompts))
         keys = _one_each("row_keys", row_keys, len(prompts))
         numbers = _one_each("occurrences", occurrences, len(prompts))
@@ -360,7 +423,7 @@ class Engine:
             if isinstance(request, Exception):
                 futures[index] = self._refuse(request)
             else:
-                futures[index] = self._submit(request)
+                futures[index] = self._submit(request, call)
         return [futures[index] for index in range(len(prompts))]
 
     def submit_task(
@@ -369,6 +432,11 @@ class Engine:
         options: TaskOptions | Mapping[str, Any],
     ) -> list[Future[Generation]]:
         """Queue rows of a task besides generation; what was found is in `Generation.values`."""
+        return self._submit_tasks(rows, options, call=Call())
+
+    def _submit_tasks(
+        self, rows: Sequence[TaskRow], options: TaskOptions | Mapping[str, Any], *, call: Call
+    ) -> list[Future[Generation]]:
         self._check_open()
         if not isinstance(options, TaskOptions):
             options = TaskOptions.from_dict(options)
@@ -378,21 +446,26 @@ class Engine:
         for index, encoded in self._input_processor.encode_rows(rows, options, self._parts.head):
             if isinstance(encoded, Exception):
                 futures[index] = self._refuse(encoded)
-                continue
-            requests = [self._input_processor.build_read(*part) for part in encoded.parts]
-            parts = [self._submit(request) for request in requests]
-            futures[index] = answers.join(encoded, parts)
+            else:
+                requests = [self._input_processor.build_read(*part) for part in encoded.parts]
+                parts = [self._submit(request, call) for request in requests]
+                futures[index] = answers.join(encoded, parts)
         return [futures[index] for index in range(len(rows))]
 
     def run_task(
-        self, rows: Sequence[TaskRow], options: TaskOptions | Mapping[str, Any]
+        self,
+        rows: Sequence[TaskRow],
+        options: TaskOptions | Mapping[str, Any],
     ) -> list[Generation]:
         """As `submit_task`, and wait for the answers."""
-        with self._interruptible():
-            return self._results(self.submit_task(rows, options))
+        with self._call(rows) as call:
+            return self._results(self._submit_tasks(rows, options, call=call))
 
     def score(
-        self, prompts: Sequence[Prompt | None], continuations: Sequence[Any], **options: Any
+        self,
+        prompts: Sequence[Prompt | None],
+        continuations: Sequence[Any],
+        **options: Any,
     ) -> list[Generation]:
         """Log probabilities of continuations, or of documents where the prompt is None or empty.
 
@@ -406,16 +479,21 @@ class Engine:
         return self.run_task(rows, {"task": "score", **options})
 
     def classify(
-        self, prompts: Sequence[Prompt], labels: Sequence[str] | None = None, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        labels: Sequence[str] | None = None,
+        **options: Any,
     ) -> list[Generation]:
         """Probabilities of labels, scored as continuations or by a classification head."""
         chosen = None if labels is None else tuple(labels)
         rows = [TaskRow(prompt, chosen) for prompt in prompts]
-        return self.run_task(rows, {"task": "classify", "labels": chosen, **options})
+        task = {"task": "classify", "labels": chosen, **options}
+        return self.run_task(rows, task)
 
     def embed(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
         """Embeddings of prompts; needs `EngineConfig(head="none")`."""
-        return self.run_task([TaskRow(one) for one in prompts], {"task": "embed", **options})
+        rows = [TaskRow(one) for one in prompts]
+        return self.run_task(rows, {"task": "embed", **options})
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closing else "running" if self._failure is None else "failed"
@@ -489,6 +567,8 @@ class Engine:
                 return
             self._is_closing = True
             self._changed.notify_all()
+        if self._submitter is not None:
+            self._submitter.shutdown(wait=False, cancel_futures=True)
         atexit.unregister(self.close)
         is_stuck = self._failure is not None
         if is_stuck:
@@ -505,6 +585,8 @@ class Engine:
         else:
             self._masks.close()
             self._release()
+        if self._submitter is not None:
+            self._submitter.shutdown()
 
     def _release(self) -> None:
         parts = self._parts
@@ -538,24 +620,25 @@ class Engine:
         return [future.result() for future in futures]
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Drop the rows that this thread submits inside if it does not wait for their end."""
-        first, thread = self._num_rows, threading.get_ident()
+    def _call(self, rows: Sequence[Any]) -> Iterator[Call]:
+        """Drop the rows of a call if it ends before they do."""
+        _check_list(rows)
+        call = Call()
         try:
-            yield
+            yield call
         except BaseException:
-            with self._changed:
-                dropped = {
-                    request
-                    for request in self._unfinished.values()
-                    if request.order >= first and request.thread == thread
-                }
-                for request in dropped:
-                    del self._unfinished[request.order]
-                self._inbox = deque(one for one in self._inbox if one not in dropped)
-                self._dropped.update(dropped)
-                self._changed.notify_all()
+            self._drop(call)
             raise
+
+    def _drop(self, call: Call) -> None:
+        with self._changed:
+            call.is_dropped = True
+            dropped = {one for one in self._unfinished.values() if one.call is call}
+            for request in dropped:
+                del self._unfinished[request.order]
+            self._inbox = deque(one for one in self._inbox if one not in dropped)
+            self._dropped.update(dropped)
+            self._changed.notify_all()
 
     def _check_open(self) -> None:
         self._check_process()
@@ -582,14 +665,16 @@ class Engine:
         future.set_result(Generation.from_error(error))
         return future
 
-    def _submit(self, request: Request) -> Future[Generation]:
+    def _submit(self, request: Request, call: Call) -> Future[Generation]:
         request.future.set_running_or_notify_cancel()  # a row cannot be cancelled
         with self._changed:
-            self._wait_for_place()
+            self._wait_for_place(call)
+            if call.is_dropped:
+                raise CancelledError
             if self._failure is not None or self._is_closing:
                 request.future.set_exception(self._failed("the engine is closed", None))
                 return request.future
-            request.order, request.thread = self._num_rows, threading.get_ident()
+            request.order, request.call = self._num_rows, call
             self._num_rows += 1
             self._unfinished[request.order] = request
             self._enqueue(request)
@@ -603,7 +688,7 @@ class Engine:
     def _num_queued(self) -> int:
         return len(self._inbox) + self._core.scheduler.num_waiting
 
-    def _wait_for_place(self) -> None:
+    def _wait_for_place(self, call: Call) -> None:
         if threading.current_thread() is self._thread or self._detokenizer.is_current_thread:
             return  # a callback of a future submits more: others would wait for it
         self._num_blocked += 1
@@ -612,6 +697,7 @@ class Engine:
                 self._num_queued() < self._max_queued_rows
                 or self._failure is not None
                 or self._is_closing
+                or call.is_dropped
             )
         )
         self._num_blocked -= 1
@@ -713,12 +799,17 @@ def _resolve_future(resolve: Callable[[], None]) -> None:
         logger.exception("a callback of the future of a row raised")
 
 
-def _is_for_all(values: object) -> bool:
-    return not isinstance(values, Iterable) or isinstance(values, (Mapping, str, bytes))
+def _check_list(prompts: object) -> None:
+    if isinstance(prompts, (str, bytes, Mapping)):
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
 
 
-def _one_each(name: str, values: Any, count: int) -> list[Any]:
-    if not _is_for_all(values):
+def _is_list(values: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(values, Iterable) and not isinstance(values, (Mapping, str, bytes))
+
+
+def _one_each(name: str, values: object, count: int) -> list[Any]:
+    if _is_list(values):
         each = list(values)
         if len(each) != count:
             raise ConfigError(f"{name} has {len(each)} entries for {count} prompts")

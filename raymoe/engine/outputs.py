@@ -48,6 +48,7 @@ class Generation:
         prompt_logprobs: One entry per token of the prompt, None for the first.
         error: "" if fine, else "Type: message".
         others: Samples 1 to n - 1; this one is sample 0.
+        outputs: All samples, of which this one is the first.
         values: What a task besides generation found, by the name of its column.
         prompt_end: The end of a rendered chat; "" for other prompts.
         reasoning: What `MoEGenerator` has split from the text; None where there is none.
@@ -68,6 +69,10 @@ class Generation:
     prompt_end: str = ""
     reasoning: str | None = None
     tool_calls: tuple["ToolCall", ...] = ()
+
+    @property
+    def outputs(self) -> tuple["Generation", ...]:
+        return (self, *self.others)
 
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""

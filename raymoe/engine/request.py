@@ -33,7 +33,7 @@ class Request:
         future: Resolved when all samples are finished.
         reading: What is read off its prompt instead of generating after it; None generates.
         order: Order of arrival among requests.
-        thread: Identifier of the thread that submitted it.
+        call: What submitted it, and may drop it with its other rows.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
         prompt_end: The last characters of a rendered chat; "" for other prompts.
         undecoded: Token ids whose text is still missing in `finished`, by index.
@@ -47,7 +47,7 @@ class Request:
     future: Future[Generation]
     reading: Reading | None = None
     order: int = 0
-    thread: int = 0
+    call: object = None
     prompt_end: str = ""
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)

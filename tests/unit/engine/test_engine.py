@@ -1,5 +1,6 @@
 """The engine around a fake model: rows, threads, failures, closing."""
 
+import asyncio
 import gc
 import re
 import subprocess
@@ -424,7 +425,7 @@ def test_a_closed_engine_lets_go_of_its_model_whatever_a_notebook_keeps(make_eng
             del fail
             engine.close()
             assert runner() is None
-            assert kept.others[0].token_ids
+            assert kept.outputs[1].token_ids
             assert engine.stats().num_finished_rows == 2 - fails
             assert engine.policy.max_num_seqs == 8
             assert "closed" in repr(engine)
@@ -438,6 +439,7 @@ def test_a_closed_engine_lets_go_of_its_model_whatever_a_notebook_keeps(make_eng
         lambda engine: engine.generate([[1]], GREEDY),
         lambda engine: engine.submit([[1]], GREEDY),
         lambda engine: engine.score([None], [[1, 2]]),
+        lambda engine: asyncio.run(engine.agenerate([[1]], GREEDY)),
         lambda engine: engine.decode([[1]]),
         lambda engine: engine.token_bytes([1]),
         lambda engine: engine.reset_prefix_cache(),
@@ -448,3 +450,88 @@ def test_a_closed_engine_says_that_it_is(make_engine, use):
     engine.close()
     with pytest.raises(ExecutionError, match="closed and its model is no longer in memory; load"):
         use(engine)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperatur": 0}, "did you mean 'temperature'"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"stop_token_ids": [100_000]}, "the vocabulary has ids"),
+        (7, "sampling_params is a int"),
+    ],
+)
+def test_parameters_of_a_whole_call_that_cannot_be_used_raise(make_engine, params, message):
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=message):
+        engine.generate([[1], [2]], params)
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(engine.agenerate([[1]], params))
+    good, bad = engine.generate([[1], [2]], [None, params])
+    assert (good.error, good.finish_reason) == ("", "length")
+    assert re.search(message, bad.error)
+
+
+def test_the_samples_of_a_row_are_its_outputs(make_engine):
+    (one,) = make_engine().generate([[1, 2]], GREEDY | {"n": 3, "logprobs": 0})
+    assert [output.token_ids for output in one.outputs] == [tuple(expected_tokens([1, 2], 4))] * 3
+    assert [len(output.logprobs) for output in one.outputs] == [4] * 3
+    assert {output.finish_reason for output in one.outputs} == {"length"}
+    assert one.outputs[0] is one
+
+
+def test_calls_that_are_awaited_at_the_same_time_share_steps(make_engine):
+    engine = make_engine(EngineConfig(linger_s=1000.0))
+    prompts = [[i, i + 1] for i in range(8)]
+
+    async def ask():
+        return await asyncio.gather(*(engine.agenerate([one], GREEDY) for one in prompts))
+
+    answers = asyncio.run(ask())
+    assert [list(one.token_ids) for (one,) in answers] == [expected_tokens(p, 4) for p in prompts]
+    assert engine.stats().num_steps == 4
+    assert asyncio.run(engine.agenerate([], GREEDY)) == []
+
+
+@pytest.mark.parametrize("num_rows", [5, 300])  # more than fit: the call still submits
+def test_cancelling_an_awaited_call_drops_its_rows(make_engine, num_rows):
+    gate = Gate()
+    config = EngineConfig(linger_s=0.0, max_queued_rows=16)
+    engine = make_engine(config, before=gate)
+
+    async def ask():
+        call = asyncio.create_task(engine.agenerate([[1, 2]] * num_rows, GREEDY))
+        await asyncio.to_thread(gate.entered.wait, 30)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        gate.opened.set()
+        return await engine.agenerate([[7]], GREEDY)
+
+    (other,) = asyncio.run(ask())
+    assert list(other.token_ids) == expected_tokens([7], 4)
+    stats = engine.stats()
+    assert (stats.num_queued_rows, stats.num_live_sequences, stats.num_finished_rows) == (0, 0, 1)
+    assert stats.num_free_blocks == stats.num_kv_blocks
+
+
+def test_an_engine_that_fails_or_closes_fails_awaited_calls(make_engine):
+    def fail(inputs) -> None:
+        raise RuntimeError("kernel exploded")
+
+    with pytest.raises(ExecutionError, match="kernel exploded"):
+        asyncio.run(make_engine(before=fail).agenerate([[1], [2]], GREEDY))
+    gate = Gate()
+    engine = make_engine(before=gate)
+
+    async def ask():
+        call = asyncio.create_task(engine.agenerate([[1]] * 20, GREEDY))
+        await asyncio.to_thread(gate.entered.wait, 30)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        await asyncio.sleep(0.05)
+        gate.opened.set()
+        with pytest.raises(ExecutionError, match="closed"):
+            await call
+        await closing
+
+    asyncio.run(ask())
