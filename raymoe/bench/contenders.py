@@ -38,12 +38,12 @@ def load_raymoe(model: Path, num_threads: int, workload: Workload) -> Contender:
     config = EngineConfig(
         dtype="bfloat16", device="cpu", num_threads=num_threads, workload=workload
     )
-    engine = Engine.from_pretrained(model, config)
+    engine = Engine.from_pretrained(model, config, use_tqdm=False)
 
     def run(prompts: Prompts, new_tokens: int) -> int:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         engine.reset_prefix_cache()  # runs repeat their prompts
-        generations = engine.generate(list(prompts), params)
+        generations = engine.generate(list(prompts), params, use_tqdm=False)
         return sum(generation.num_generated_tokens for generation in generations)
 
     plan = engine.plan

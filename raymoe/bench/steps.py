@@ -203,11 +203,11 @@ def compare_steps(
     recorder = StepRecorder(parts.runner)
     runs: list[Job] = []
     with Engine(dataclasses.replace(parts, runner=recorder), config) as engine:
-        engine.generate(prompts[:WARM_UP_ROWS], _params(2))
+        engine.generate(prompts[:WARM_UP_ROWS], _params(2), use_tqdm=False)
         for _ in range(repetitions):
             recorder.steps.clear()
             engine.reset_prefix_cache()
-            engine.generate(prompts, _params(workload.generated_tokens))
+            engine.generate(prompts, _params(workload.generated_tokens), use_tqdm=False)
             runs.append(
                 [
                     StepPair(shape, predict_step(spec, hardware, shape), measured)

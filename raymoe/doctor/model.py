@@ -118,9 +118,9 @@ def same_tokens(target: Target, device: str, schedule: str) -> Outcome:
     expected = reference()
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     with Engine.from_pretrained(
-        demo_model_path(), config_of(target, device, schedule, "float32")
+        demo_model_path(), config_of(target, device, schedule, "float32"), use_tqdm=False
     ) as engine:
-        generations = engine.generate(expected.prompts, params)
+        generations = engine.generate(expected.prompts, params, use_tqdm=False)
     errors = [generation.error for generation in generations if generation.error]
     if errors:
         return Outcome(errors[0], Status.FAILED, ADVICE)
@@ -134,9 +134,11 @@ def near(target: Target, device: str, schedule: str, dtype: str) -> Outcome:
     """Log probabilities of the same tokens are near those of transformers in float32."""
     expected = reference()
     with Engine.from_pretrained(
-        demo_model_path(), config_of(target, device, schedule, dtype)
+        demo_model_path(), config_of(target, device, schedule, dtype), use_tqdm=False
     ) as engine:
-        generations = engine.score(expected.prompts, expected.tokens, token_logprobs=True)
+        generations = engine.score(
+            expected.prompts, expected.tokens, use_tqdm=False, token_logprobs=True
+        )
     gaps = []
     for generation, logprobs in zip(generations, expected.logprobs, strict=True):
         if generation.values is None:

@@ -31,6 +31,7 @@ from raymoe.engine.core import (
 from raymoe.engine.grammars import GrammarServer, TokenBitmasks
 from raymoe.engine.loading import load_parts
 from raymoe.engine.outputs import EngineStats, Generation
+from raymoe.engine.progress import shown_load, shown_rows
 from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.runner_loading import EngineParts, nothing
@@ -170,6 +171,17 @@ class Call:
 
     def __init__(self) -> None:
         self.is_dropped = False  # nobody waits any more; guarded by the engine's lock
+        self._lock, self._num_done = threading.Lock(), 0
+
+    def watch(self, future: Future[Generation]) -> None:
+        future.add_done_callback(self._count)
+
+    def num_done(self) -> int:
+        return self._num_done
+
+    def _count(self, _: Future[Generation]) -> None:
+        with self._lock:
+            self._num_done += 1
 
 
 class Engine:
@@ -257,8 +269,13 @@ class Engine:
         cls,
         path: str | Path,
         config: EngineConfig | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> Self:
         """Load a model: a local directory, or a name that the hub cache or the hub has.
+
+        Args:
+            use_tqdm: Show on standard error what it does; by default only on a terminal.
 
         Raises:
             CheckpointError: Files are missing, damaged or unsafe.
@@ -266,9 +283,10 @@ class Engine:
             InfeasiblePlanError: The memory is too small; shows what needs what.
         """
         config = config or EngineConfig()
-        parts = load_parts(path, config)
-        with released_on_error(parts.close):
-            return cls(parts, config)
+        with shown_load(Path(path).name, use_tqdm) as tell:
+            parts = load_parts(path, config, tell=tell)
+            with released_on_error(parts.close):
+                return cls(parts, config)
 
     @property
     def policy(self) -> Policy:
@@ -306,12 +324,16 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         sampling_params: Params | Sequence[Params] = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[Generation]:
         """Generate for all prompts and return their generations in order.
 
         Args:
             prompts: Each a text, a list of token ids, or a list of chat messages.
             sampling_params: For all prompts, or a list with one for each.
+            use_tqdm: Show on standard error how many rows are done, the tokens per second and the
+                time left, if it takes more than a second; by default only on a terminal.
 
         Raises:
             ConfigError: `sampling_params` for all prompts cannot be used. A bad prompt, or bad
@@ -320,7 +342,7 @@ class Engine:
             KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
                 others.
         """
-        with self._call(prompts) as call:
+        with self._call(prompts, use_tqdm) as call:
             return self._results(self._submit_all(prompts, sampling_params, call=call))
 
     async def agenerate(
@@ -424,6 +446,7 @@ class Engine:
                 futures[index] = self._refuse(request)
             else:
                 futures[index] = self._submit(request, call)
+            call.watch(futures[index])
         return [futures[index] for index in range(len(prompts))]
 
     def submit_task(
@@ -450,21 +473,26 @@ class Engine:
                 requests = [self._input_processor.build_read(*part) for part in encoded.parts]
                 parts = [self._submit(request, call) for request in requests]
                 futures[index] = answers.join(encoded, parts)
+            call.watch(futures[index])
         return [futures[index] for index in range(len(rows))]
 
     def run_task(
         self,
         rows: Sequence[TaskRow],
         options: TaskOptions | Mapping[str, Any],
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[Generation]:
-        """As `submit_task`, and wait for the answers."""
-        with self._call(rows) as call:
+        """As `submit_task`, and wait for the answers; `use_tqdm` as for `generate`."""
+        with self._call(rows, use_tqdm, is_task=True) as call:
             return self._results(self._submit_tasks(rows, options, call=call))
 
     def score(
         self,
         prompts: Sequence[Prompt | None],
         continuations: Sequence[Any],
+        *,
+        use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Log probabilities of continuations, or of documents where the prompt is None or empty.
@@ -472,28 +500,33 @@ class Engine:
         Args:
             prompts: As for `generate`, one for each continuation.
             continuations: Texts or token ids.
+            use_tqdm: As for `generate`; so it is for `classify` and `embed`.
             options: Fields of `TaskOptions`.
         """
         each = _one_each("continuations", continuations, len(prompts))
         rows = [TaskRow(prompt, (one,)) for prompt, one in zip(prompts, each, strict=True)]
-        return self.run_task(rows, {"task": "score", **options})
+        return self.run_task(rows, {"task": "score", **options}, use_tqdm=use_tqdm)
 
     def classify(
         self,
         prompts: Sequence[Prompt],
         labels: Sequence[str] | None = None,
+        *,
+        use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Probabilities of labels, scored as continuations or by a classification head."""
         chosen = None if labels is None else tuple(labels)
         rows = [TaskRow(prompt, chosen) for prompt in prompts]
         task = {"task": "classify", "labels": chosen, **options}
-        return self.run_task(rows, task)
+        return self.run_task(rows, task, use_tqdm=use_tqdm)
 
-    def embed(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
+    def embed(
+        self, prompts: Sequence[Prompt], *, use_tqdm: bool | None = None, **options: Any
+    ) -> list[Generation]:
         """Embeddings of prompts; needs `EngineConfig(head="none")`."""
         rows = [TaskRow(one) for one in prompts]
-        return self.run_task(rows, {"task": "embed", **options})
+        return self.run_task(rows, {"task": "embed", **options}, use_tqdm=use_tqdm)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closing else "running" if self._failure is None else "failed"
@@ -620,12 +653,23 @@ class Engine:
         return [future.result() for future in futures]
 
     @contextlib.contextmanager
-    def _call(self, rows: Sequence[Any]) -> Iterator[Call]:
-        """Drop the rows of a call if it ends before they do."""
+    def _call(
+        self, rows: Sequence[Any], use_tqdm: bool | None, *, is_task: bool = False
+    ) -> Iterator[Call]:
+        """Show how far the rows of a call are, and drop them if it ends before they do."""
         _check_list(rows)
-        call = Call()
+        call, counters = Call(), self._core.counters
+        read = "num_prompt_tokens" if is_task else "num_sampled_tokens"
+        shown = shown_rows(
+            len(rows),
+            num_done=call.num_done,
+            num_tokens=lambda: getattr(counters, read),
+            unit="tokens/s read" if is_task else "tokens/s",
+            use_tqdm=use_tqdm,
+        )
         try:
-            yield call
+            with shown:
+                yield call
         except BaseException:
             self._drop(call)
             raise

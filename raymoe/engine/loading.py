@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import sys
 import time
@@ -21,6 +22,7 @@ from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
+from raymoe.engine.progress import Tell, tell_log
 from raymoe.engine.ranks import load_ranks
 from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import Request
@@ -46,7 +48,7 @@ from raymoe.measure.quick import measure_quickly
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.shared_file import SharedFile
-from raymoe.memory.weights import Weights
+from raymoe.memory.weights import DummyWeights, WatchedWeights, Weights
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.search import find_plan
@@ -261,23 +263,35 @@ def _with_known_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
 
 
 def load_parts(
-    path: str | Path, config: EngineConfig, new_arena: NewArena = HostArena
+    path: str | Path,
+    config: EngineConfig,
+    new_arena: NewArena = HostArena,
+    *,
+    tell: Tell = tell_log,
 ) -> EngineParts:
-    """Load a model with its tokenizer; `new_arena` makes the host memory that a device reads."""
+    """Load a model with its tokenizer.
+
+    Args:
+        new_arena: Makes the host memory that a device reads.
+        tell: Takes what the load does, stage by stage.
+    """
     handled = sys.exception()
     try:
-        return _load_parts(path, config, new_arena)
+        return _load_parts(path, config, new_arena, tell)
     except BaseException as error:
         clear_frames(error, outer=handled)  # whoever keeps it does not keep the weights
         return_memory()
         raise
 
 
-def _load_parts(path: str | Path, config: EngineConfig, new_arena: NewArena) -> EngineParts:
+def _load_parts(
+    path: str | Path, config: EngineConfig, new_arena: NewArena, tell: Tell
+) -> EngineParts:
     device = _device_name(config)
     _check_schedule(config, device)
     if config.device == "cuda":
         check_cuda()
+    tell("reading the model's files")
     directory = resolve_model(path)
     check_adapter(directory, is_ignored=config.ignore_adapter)
     files = files_key(directory) if config.shared_weights is True else ""
@@ -296,12 +310,14 @@ def _load_parts(path: str | Path, config: EngineConfig, new_arena: NewArena) -> 
         on_host = None
         if device != "cpu" and config.may_leave_gpu_idle:
             on_host = dataclasses.replace(config, device="cpu")
+        tell("planning")
         config = _with_dtype(config, spec, weights, device)
         shared = open_shared(config, files, device, _dtype(config, weights))
         config, plan = _make_plan(spec, weights, agree(config, shared), on_host, shared=shared)
         parts = _load_plan(
-            tokenizer, spec, weights, config, plan=plan, shared=shared, new_arena=new_arena
-        )
+            tokenizer, spec, weights, config,
+            plan=plan, shared=shared, new_arena=new_arena, tell=tell,
+        )  # fmt: skip
         if shared is not None:
             _check_shared(parts, directory, files)
         return parts
@@ -329,6 +345,7 @@ def _load_plan(
     plan: Plan,
     shared: SharedFile | None,
     new_arena: NewArena,
+    tell: Tell,
 ) -> EngineParts:
     directory = tokenizer.directory
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
@@ -350,8 +367,9 @@ def _load_plan(
         new_arena=new_arena,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    loaded = _load(job, spec, weights, shared)
+    loaded = _load(job, spec, weights, shared, tell=tell)
     with released_on_error(loaded.release):
+        tell("loading the tokenizer")
         tokenizer.load()
     return EngineParts(
         runner=loaded.runner,
@@ -462,15 +480,35 @@ def _context_tokens(spec: ModelSpec, config: EngineConfig) -> int:
     return min(spec.max_model_len, config.max_model_len or spec.max_model_len)
 
 
-def _load(job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None) -> Loaded:
+def _load(
+    job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None, *, tell: Tell
+) -> Loaded:
+    tell("loading weights")
+    if not isinstance(weights, DummyWeights):  # those are told from others by their type
+        weights = _watched(weights, spec.num_layers, tell)
     if job.num_ranks == 1:
         share = RankShare.of(spec, weights, rank=0, num_ranks=1)
         loaded = load_runner(job, share, shared=shared)
     else:
         loaded = load_ranks(job, spec, weights)
     with released_on_error(loaded.release):
+        tell("computing a first token")
         warm_up(loaded.runner, spec.vocab_size, is_read=spec.head != "lm")
     return loaded
+
+
+def _watched(weights: Weights, num_layers: int, tell: Tell) -> Weights:
+    """Tell after each layer how many are loaded."""
+    numbers = itertools.count(1)
+
+    def watch() -> None:
+        number = next(numbers)
+        if number < num_layers:
+            tell("loading weights, layer", number, num_layers)
+        elif number == num_layers:  # a GPU's kernels are compiled before the first step
+            tell("compiling")
+
+    return WatchedWeights(weights, watch)
 
 
 def _device_name(config: EngineConfig) -> str:

@@ -3,7 +3,7 @@
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Protocol, Self
@@ -200,6 +200,21 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
         entry = checkpoint.entry(name)
         sizes[entry.dtype] += entry.num_bytes
     return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
+
+
+class WatchedWeights:
+    """Weights that say when their memory may be freed: after each layer that is loaded."""
+
+    def __init__(self, weights: Weights, watch: Callable[[], None]) -> None:
+        self.dtype: torch.dtype = weights.dtype
+        self._weights, self._watch = weights, watch
+
+    def __call__(self, name: str) -> Weight:
+        return self._weights(name)
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        self._weights.drop_pages(names)
+        self._watch()
 
 
 class ShardedWeights:

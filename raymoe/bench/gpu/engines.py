@@ -232,7 +232,7 @@ def _generate(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     engine.reset_prefix_cache()  # runs repeat their prompts
     gc.collect()
     start_s = time.perf_counter()
-    generations = engine.generate(list(prompts), params)
+    generations = engine.generate(list(prompts), params, use_tqdm=False)
     elapsed_s = time.perf_counter() - start_s
     for row, generation in enumerate(generations):
         if generation.num_generated_tokens != new_tokens:
