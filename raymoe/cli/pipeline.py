@@ -119,6 +119,11 @@ class JobWatch:
         self._is_failing = False
         self._thread: Periodic | None = None
 
+    def note(self, name: str, value: str) -> None:
+        """Add to the settings that the report shows."""
+        settings = (*self._status.settings, (name, value))
+        self._status = dataclasses.replace(self._status, settings=settings)
+
     def wait_for_actors(self, timeout_s: float = LAST_WORDS_S) -> None:
         """Let actors say how they ended, before Ray ends their processes."""
         deadline_s = time.monotonic() + timeout_s
@@ -279,7 +284,7 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> No
     with beside, running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             run_stats.started_s = time.monotonic()
-            dataset = _dataset(job, workload.result(), console)
+            dataset = _dataset(job, watch, workload.result(), console)
             with Progress(lambda: watch.view, console):
                 _drain(job, dataset, run_stats, console)
             run_stats.finished_s = time.monotonic()
@@ -450,7 +455,9 @@ class _Parts:
         self._job.writer.commit(name)
 
 
-def _dataset(job: Job, workload: Workload | None, console: Console) -> ray.data.Dataset:
+def _dataset(
+    job: Job, watch: JobWatch, workload: Workload | None, console: Console
+) -> ray.data.Dataset:
     """Return the lazy dataset of answers; prints the plan."""
     dataset = job.source.dataset()
     if job.id_column is not None and job.written is not None and job.written.num_rows:
@@ -472,6 +479,7 @@ def _dataset(job: Job, workload: Workload | None, console: Console) -> ray.data.
     if arguments.plan is not None:
         text = arguments.plan.describe(job.price_per_hour, job.currency)
         console.print(harmless(text, keep="\n"))
+        watch.note("predicted", arguments.plan.prediction.parts)
     if job.is_sorted:
         columns = {name: job.options[name] for name in PROMPT_COLUMNS}
         dataset = sort_by_prefix(dataset, **columns, rows_per_block=arguments["batch_size"])

@@ -1,18 +1,34 @@
 """What a command does before it starts Ray."""
 
+import io
 import logging
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from raymoe.assets import demo_model_path
+from raymoe.cli import pipeline
 from raymoe.cli.generate import how_to_go_on
-from raymoe.cli.pipeline import TOKEN_VARIABLE, JobWatch, _ensure_token, describe_kept
+from raymoe.cli.pipeline import (
+    PROMPT_COLUMNS,
+    TOKEN_VARIABLE,
+    Job,
+    JobWatch,
+    _dataset,
+    _ensure_token,
+    describe_kept,
+)
+from raymoe.cli.sources import open_source
 from raymoe.cli.stopping import Stopped
-from raymoe.cli.writers import RunStats
+from raymoe.cli.storage import Location
+from raymoe.cli.writers import ParquetWriter, RunStats
+from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.journal import num_recorded_rows, pack_record
 from raymoe.data.status import read_status
+from raymoe.specs.hardware import HardwareSpec
 
 
 @pytest.fixture
@@ -80,12 +96,41 @@ def test_how_to_go_on_is_a_command_that_a_shell_takes():
     assert "name a column of unique ids" in text
 
 
+def watched(directory):
+    return JobWatch(directory, RunStats(total_rows=1), name="job", model="m")
+
+
 def test_a_stopped_job_has_not_failed(tmp_path):
     def status_after(error):
-        with pytest.raises(type(error)), JobWatch(tmp_path, RunStats(total_rows=1), model="m"):
+        with pytest.raises(type(error)), watched(tmp_path):
             raise error
         job = read_status(tmp_path).job
         return job.state, job.reason
 
     assert status_after(Stopped(signal.SIGTERM)) == ("stopped", "stopped by SIGTERM")
     assert status_after(ValueError("why")) == ("failed", "why")
+
+
+def test_the_prediction_at_the_start_is_kept_for_the_report(tmp_path, monkeypatch):
+    """The report shows what the terminal showed, to the letter."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "date: 3 May 2021 ->"}\n' * 50)
+    rates = HardwareSpec(
+        name="given", num_cores=2, host_memory_bytes=4 << 30, host_bytes_per_s=1e10,
+        host_flop_per_s=1e11,
+    )  # fmt: skip
+    job = Job(
+        model=str(demo_model_path()), source=open_source(str(source), id_column=None),
+        writer=ParquetWriter(location=Location.local(tmp_path / "out")),
+        options={"sampling_params": SamplingParams(max_tokens=8), **PROMPT_COLUMNS},
+        engine_config=EngineConfig(hardware=rates, device="cpu"),
+    )  # fmt: skip
+    monkeypatch.setattr(pipeline, "MoEGenerator", lambda table: table)
+    dataset = SimpleNamespace()
+    dataset.repartition = dataset.map_batches = lambda *_, **__: dataset
+    monkeypatch.setattr(type(job.source), "dataset", lambda _: dataset)
+    noted, console = {}, Console(width=1000, record=True, file=io.StringIO())
+    watch = SimpleNamespace(note=noted.__setitem__)
+    _dataset(job, watch, None, console)
+    assert noted["predicted"].startswith("about 11 s to load, ")
+    assert f"predicted: {noted['predicted']}; " in console.export_text()

@@ -134,7 +134,8 @@ def caused(error, cause):
 
 def test_a_driver_says_how_its_job_ended(tmp_path):
     run_stats = RunStats(total_rows=5)
-    with watched(tmp_path, run_stats):
+    with watched(tmp_path, run_stats) as watch:
+        watch.note("predicted", "1 s to generate")
         run_stats.add(table(4))
         run_stats.add(table(1, "ConfigError: no"))
         run_stats.finished_s = run_stats.started_s + 2.0
@@ -142,7 +143,8 @@ def test_a_driver_says_how_its_job_ended(tmp_path):
     assert done.state == "finished"
     assert (done.num_rows, done.num_error_rows, done.total_rows) == (5, 1, 5)
     assert (done.num_input_tokens, done.num_generated_tokens) == (25, 50)
-    assert (done.elapsed_s, done.settings) == (2.0, (("a", "b"),))
+    settings = (("a", "b"), ("predicted", "1 s to generate"))
+    assert (done.elapsed_s, done.settings) == (2.0, settings)
     assert [(one.num_rows, one.text()) for one in done.error_groups] == [(1, "ConfigError: no")]
 
 
