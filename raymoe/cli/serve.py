@@ -14,6 +14,7 @@ import typer
 
 from raymoe.cli import size
 from raymoe.cli.generate import check_batch_options
+from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.status import clear_status
 from raymoe.errors import ConfigError
@@ -29,6 +30,25 @@ BACKLOG, GRACE_S = 1024, 5
 DIRECT_STATUS = "direct.status"  # of the engine for requests that are no batch
 
 
+Host = Annotated[
+    str, typer.Option(help="Listen at this address; one that other machines reach needs a token.")
+]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Listen at this port; 0 takes a free one.")
+]
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Option(help="Answer requests for this name instead of that of --model; repeatable."),
+]
+FileSize = Annotated[int, typer.Option(parser=size, metavar="SIZE", help="Refuse larger uploads.")]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Refuse batches whose file has more lines.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Pass these options to raymoe generate, such as: -- --max-tokens 512.",
+        metavar="[-- OPTIONS]",
+    ),
+]
 RequestSize = Annotated[
     int,
     typer.Option(
@@ -74,41 +94,25 @@ def run(  # noqa: PLR0913 - the options of a command
             help="Keep files and batches here; a server that starts again goes on with them."
         ),
     ],
-    host: Annotated[
-        str,
-        typer.Option(help="Listen at this address; one that other machines reach needs a token."),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen at this port; 0 takes a free one.")
-    ] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     token_file: TokenFile = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Answer requests for this name instead of that of --model; repeatable."),
-    ] = None,
-    max_file_size: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Refuse larger uploads.")
-    ] = GIB,
+    served_model_name: ModelNames = None,
+    max_file_size: FileSize = GIB,
     max_request_size: RequestSize = 16 * MIB,
     max_connections: Connections = 1024,
     max_strangers: Strangers = 128,
     timeout: Timeout = 30.0,
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Refuse batches whose file has more lines.")
-    ] = 1_000_000,
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Pass these options to raymoe generate, such as: -- --max-tokens 512.",
-            metavar="[-- OPTIONS]",
-        ),
-    ] = None,
+    max_requests: MaxRequests = 1_000_000,
+    options: Options = None,
 ) -> None:
     """Answer OpenAI batches: POST /v1/files, POST /v1/batches, GET the output file.
 
-    Batches run one after the other, each as a process of `raymoe generate`. Standard error has a
-    line when a batch is received, started and finished; /health and /metrics are for probes and
-    Prometheus.
+    Batches run one after the other, each as a process of `raymoe generate`.
+
+    Standard error has a line when a batch comes, starts and ends.
+
+    Probes read /health, and Prometheus reads /metrics.
     """
     directory = expanded(directory)
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
@@ -122,22 +126,25 @@ def run(  # noqa: PLR0913 - the options of a command
                           f"--token-file, or {TOKEN_VARIABLE} in the environment")  # fmt: skip
     arguments = ["--model", model, *(options or ())]
     generator_options, engine_config = check_batch_options(arguments)
-    status_dir = directory / DIRECT_STATUS
-
-    def make_generator() -> MoEGenerator:
-        clear_status(status_dir)
-        return MoEGenerator(
-            model, **generator_options, engine_config=engine_config, id_column=ID_COLUMN,
-            error_column=ERROR_COLUMN, status_dir=status_dir,
-        )  # fmt: skip
-
     _serve(
         directory, _listen(host, port), served_model_name or [model], arguments, token=token,
         max_file_bytes=max_file_size, max_request_bytes=max_request_size,
         max_requests=max_requests,
         limits={"timeout_s": timeout, "max_connections": max_connections,
                 "max_strangers": max_strangers},
-        make_generator=make_generator,
+        make_generator=functools.partial(
+            _make_generator, model, generator_options, engine_config, directory / DIRECT_STATUS
+        ),
+    )  # fmt: skip
+
+
+def _make_generator(
+    model: str, options: Mapping[str, Any], config: EngineConfig, status_dir: Path
+) -> MoEGenerator:
+    clear_status(status_dir)  # of an engine that has ended
+    return MoEGenerator(
+        model, **options, engine_config=config, id_column=ID_COLUMN, error_column=ERROR_COLUMN,
+        status_dir=status_dir,
     )  # fmt: skip
 
 
