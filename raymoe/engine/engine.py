@@ -106,7 +106,9 @@ class Detokenizer:
             try:
                 self._finish(request, _joined(request))
             except BaseException:  # SystemExit, say: other rows wait for this thread
-                logger.exception("a callback of a row's future raised")
+                logger.exception(
+                    "a callback that was added to a row's future raised; other rows go on"
+                )
 
 
 def _joined(request: Request) -> Generation:
@@ -187,10 +189,12 @@ class Call:
 class Engine:
     """Generates text for rows, many at once, in steps over the whole model.
 
-    Rows from any number of `submit` calls share passes; each leaves as soon as it is finished and
-    the next takes its place. A row's tokens depend on nothing but itself (design, section 8).
+    Rows from any number of calls share steps; each leaves as soon as it is finished and the next
+    takes its place. A row's tokens depend on its prompt, its parameters and the engine's seed, not
+    on the rows beside it.
 
-    Use it as a context manager, or call `close`.
+    Use it as a context manager, or call `close`: a model stays in memory until then, whatever
+    becomes of the variable.
 
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
@@ -200,6 +204,7 @@ class Engine:
     """
 
     _checked_form: object = None  # by the latest `check_params`
+    _submitter: ThreadPoolExecutor | None = None  # of `agenerate`, from its first call
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
@@ -223,11 +228,8 @@ class Engine:
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
-        self._masks = TokenBitmasks(
-            self._grammar_server,
-            parts.policy.max_num_seqs if replanner is None else replanner.num_slots,
-            parts.vocab_size,
-        )
+        num_slots = parts.policy.max_num_seqs if replanner is None else replanner.num_slots
+        self._masks = TokenBitmasks(self._grammar_server, num_slots, parts.vocab_size)
         self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
         self._core = EngineCore(
             parts.runner,
@@ -251,10 +253,9 @@ class Engine:
         self._dropped: set[Request] = set()  # the engine's thread lets go of them after its step
         self._drops_prefixes = False  # by the engine's thread, after its step
         self._num_rows = self._num_finished = self._num_errors = self._num_blocked = 0
+        self._num_submitting = 0  # calls of `agenerate` whose rows are not all queued
         self._failure: ExecutionError | None = None
         self._is_closing = False
-        self._submitter: ThreadPoolExecutor | None = None  # of `agenerate`
-        self._num_submitting = 0  # calls of it whose rows are not all queued
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.max_num_seqs, config.max_queued_rows)
         self._start = BatchingWindow(pool_rows, config.linger_s, config.expected_calls)
@@ -280,6 +281,7 @@ class Engine:
         Raises:
             CheckpointError: Files are missing, damaged or unsafe.
             UnsupportedModelError: The model's mathematics is not implemented.
+            ConfigError: An option does not suit the machine or the model.
             InfeasiblePlanError: The memory is too small; shows what needs what.
         """
         config = config or EngineConfig()
@@ -300,7 +302,7 @@ class Engine:
 
     @property
     def expected_calls(self) -> int | None:
-        """Callers there are; once all are inside, nothing more can come and the engine starts."""
+        """How many callers there are; once all wait for answers, an idle engine starts at once."""
         return self._start.expected_calls
 
     @expected_calls.setter
@@ -310,7 +312,7 @@ class Engine:
             self._changed.notify_all()
 
     def enter_call(self) -> None:
-        """Say that a caller is inside: it will bring no more rows before it has its answers."""
+        """Say that a caller waits for answers, so it brings no more rows until `leave_call`."""
         with self._changed:
             self._start.num_calls_in_flight += 1
             self._changed.notify_all()
@@ -515,7 +517,10 @@ class Engine:
         use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Probabilities of labels, scored as continuations or by a classification head."""
+        """Probabilities of labels, scored as continuations or by a classification head.
+
+        Found values are in `Generation.values`, as for `score` and `embed`.
+        """
         chosen = None if labels is None else tuple(labels)
         rows = [TaskRow(prompt, chosen) for prompt in prompts]
         task = {"task": "classify", "labels": chosen, **options}
@@ -613,7 +618,9 @@ class Engine:
         self._fail_all("the engine was closed before this row was finished", None)
         self._grammar_server.close()
         if self._thread.is_alive():
-            logger.warning("the engine thread is stuck in a step; its memory is not released")
+            logger.warning(
+                "the engine is closed while a step is stuck: its memory is freed with the process"
+            )
             self._parts.tokenizer.close()
         else:
             self._masks.close()
@@ -805,10 +812,10 @@ class Engine:
 
     def _give_up(self, waited_s: float) -> None:
         number = self._core.counters.num_steps + 1
-        logger.critical("pass %d is stuck; all threads:\n%s", number, stacks_of_all_threads())
+        logger.critical("step %d is stuck; all threads:\n%s", number, stacks_of_all_threads())
         self._fail_all(
-            f"pass {number} has not ended after {waited_s:.1f} s, so the engine counts as stuck; "
-            "raise watchdog_s if passes may take that long",
+            f"step {number} has not ended after {waited_s:.1f} s, so the engine counts as stuck; "
+            "raise watchdog_s if steps may take that long",
             None,
         )
 
@@ -840,7 +847,7 @@ def _resolve_future(resolve: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        logger.exception("a callback of the future of a row raised")
+        logger.exception("a callback that was added to a row's future raised; other rows go on")
 
 
 def _check_list(prompts: object) -> None:

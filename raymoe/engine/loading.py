@@ -98,17 +98,18 @@ def check_available(
         if not is_waiting:
             is_waiting = True
             logger.info(
-                "%s needs %s of host memory, %s are free; waiting for more",
+                "%s needs %s of host memory and %s are free: waiting up to %.0f s for more",
                 what,
                 format_bytes(footprint.total),
                 format_bytes(available),
+                PATIENCE_S,
             )
         time.sleep(LOOK_EVERY_S)
     footprint.check_fits(
         available,
         what=what,
-        advice="So much is free now, by /proc/meminfo and the control groups of this process. "
-        "Reduce host_memory_bytes, end what else runs on the node, or choose one with more memory.",
+        advice="So much is free now, as /proc/meminfo and the control groups of this process say. "
+        "Reduce host_memory_bytes, end what else runs on the node, or take a larger node.",
     )
 
 
@@ -530,7 +531,7 @@ def _check_schedule(config: EngineConfig, device: str) -> None:
     if config.policy is not None and config.policy.device is not None and not has_device:
         raise ConfigError(
             f"policy.device is given, but the device {device!r} has no memory of its own; leave "
-            "it out, or choose the device 'cuda' or 'emulated'"
+            "policy.device out, or choose the device 'cuda' or 'emulated'"
         )
 
 
@@ -540,12 +541,12 @@ def _check_ranks(num_ranks: int, device: str) -> None:
     if device == "cpu":
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but the device 'cpu' has no GPUs to divide the "
-            "model between, and one engine uses all cores; leave it out"
+            "model between, and one engine uses all cores; leave tensor_parallel_size out"
         )
     if device == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but torch sees {torch.cuda.device_count()} "
-            "CUDA devices; reduce it, or let the process see more (num_gpus of a Ray actor, "
+            "GPUs; reduce it, or let the process see more (num_gpus of a Ray actor, "
             "CUDA_VISIBLE_DEVICES)"
         )
 

@@ -54,7 +54,8 @@ def test_peak_memory_is_weights_and_kv_and_one_gib(tmp_path: Path) -> None:
 
 # What a notebook does: engines, answers and the last error stay in its variables.
 NOTEBOOK = """
-import gc, json, sys, weakref
+import gc, json, sys
+import psutil
 from raymoe.config import EngineConfig
 from raymoe.device.host import rss_bytes
 from raymoe.engine import loading
@@ -110,6 +111,7 @@ for fail in (fail_in_a_step, fail_to_load):
                 found.close()
             frame = frame.tb_next
     figures[fail.__name__] = rss_bytes()
+assert not psutil.Process().children()
 print(json.dumps(figures))
 """
 

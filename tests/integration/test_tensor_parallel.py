@@ -258,5 +258,5 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(
 @pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="has as many GPUs as are asked for")
 def test_more_gpus_than_there_are_is_refused_with_their_number() -> None:
     config = EngineConfig(device="cuda", tensor_parallel_size=64)
-    with pytest.raises(ConfigError, match=rf"torch sees {torch.cuda.device_count()} CUDA devices"):
+    with pytest.raises(ConfigError, match=rf"torch sees {torch.cuda.device_count()} GPUs"):
         Engine.from_pretrained(get_case("mixtral: plain").directory, config)
