@@ -629,6 +629,7 @@ def _with_prompts(source: Source, options: dict[str, Any], given: Mapping[str, A
     columns = {name: given[name] for name in ("prompt_column", "messages_column")}
     try:
         template = PromptTemplate.of({name: given[name] for name in names}, **columns)
+        template.check_model(given["model"])
         source = TemplatedSource.of(source, template)
     except ConfigError as error:
         raise ConfigError(_as_typed(str(error))) from error
@@ -674,7 +675,7 @@ def _read_params(given: Mapping[str, Any]) -> SamplingParams:
         flags["structured_outputs"] = {"json": read_json_schema(schema, what="--json-schema")}
     more = _parse(given, "sampling_params")
     for name, flag in (("n", "n"), ("stop", "stop"), ("structured_outputs", "json_schema")):
-        if name in more and given[flag] != _default(flag):
+        if name in more and _is_given(given, flag):
             raise ConfigError(f"{_flag(flag)} and {name} of --sampling-params contradict each "
                               "other; give one of them")  # fmt: skip
     params = SamplingParams.from_dict(flags).override(more)
@@ -732,7 +733,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("--retry-errors needs --resume: it generates rows of a former run again")
     if given["prompt_template"] is not None:
         for name in ("prompt_column", "messages_column"):
-            if given[name] != _default(name):
+            if _is_given(given, name):
                 raise ConfigError(f"--prompt-template and {_flag(name)} contradict each other: a "
                                   "template makes the prompts from any columns")  # fmt: skip
     named = {name: given[name] for name in PROMPT_COLUMNS}
@@ -751,14 +752,15 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_sampling(given: Mapping[str, Any]) -> None:
     for name in (*SAMPLING_FLAGS, "sampling_params", "samples_as_rows"):
-        if given[name] != _default(name):
+        if _is_given(given, name):
             raise ConfigError(
                 f"{_flag(name)} has no meaning for --task {given['task']}; leave it out"
             )
 
 
-def _default(name: str) -> Any:
-    return inspect.signature(run).parameters[name].default
+def _is_given(given: Mapping[str, Any], name: str) -> bool:
+    # typer has () for an option that may be repeated and was not given.
+    return given[name] not in (inspect.signature(run).parameters[name].default, (), [])
 
 
 def _flag(name: str) -> str:

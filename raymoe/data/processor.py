@@ -99,6 +99,7 @@ def _generated_from(
     template: PromptTemplate, ds: "Dataset", model: str | Path, options: Mapping[str, Any]
 ) -> "Dataset":
     """Return the answers to prompts of a template, without the column of its errors."""
+    template.check_model(model)
     names = find_columns(ds)
     if names is not None:
         template.check(names)

@@ -31,7 +31,7 @@ from raymoe.engine.tokenizer import CHAT_LOAD_LIMIT_S, CHAT_MAX_MEMORY_BYTES, MA
 from raymoe.engine.tokenizer import RENDER_LIMIT_S as ROW_LIMIT_S
 from raymoe.engine.workers.process import WorkerProcess
 from raymoe.errors import ConfigError, UnknownOptionError, WorkerProcessError, describe
-from raymoe.specs.files import read_own_json, read_text
+from raymoe.specs.files import local_model, read_chat_template, read_own_json, read_text
 
 PROMPTS_COLUMN, MESSAGES_COLUMN = "rendered_prompt", "rendered_messages"
 INPUT_ERROR_COLUMN = "__input_error__"
@@ -143,6 +143,13 @@ class PromptTemplate:
             )
         for name in self.sources:
             self._check_source(name, names)
+
+    def check_model(self, model_source: str | Path) -> None:
+        """Refuse to make chats for a model that is here and has no chat template."""
+        directory = None if self.system is None else local_model(model_source)
+        if directory is not None and not read_chat_template(directory):
+            raise ConfigError(f"system_prompt makes chats, and {directory.name} has no chat "
+                              "template; write it into a prompt_template")  # fmt: skip
 
     def columns(self, names: Collection[str]) -> list[str]:
         """Return which of these columns are needed, the one of errors included."""

@@ -233,6 +233,7 @@ def refused(capfd, *arguments):
         (("--system-prompt", "@absent.txt"), "--system-prompt absent.txt: cannot be read"),
         (("--json-schema", "absent.json"), "--json-schema absent.json: cannot be read"),
         (("--n", "2", "--sampling-params", '{"n": 3}'), "--n and n of --sampling-params"),
+        (("--sampling-params", '{"n": 2}', "--task", "embed"), "error: --sampling-params has no"),
         (("--stop", "x", "--task", "embed"), "--stop has no meaning for --task embed"),
     ],
 )
@@ -349,6 +350,10 @@ def test_options_of_answers_become_sampling_parameters(tmp_path, capfd):
     assert (params.n, params.stop) == (4, ("\n\n", "END"))
     assert json.loads(params.form.json) == schema
     assert "the 4 answers of a row are equal at temperature 0" in capfd.readouterr().err
+    # As typer has options that were not given.
+    more = {"stop": (), "sampling_params": '{"stop": ["x"]}'}
+    assert generate_command._read_params(given | more).stop == ("x",)
+    capfd.readouterr()
     generate_command._read_params(given | {"temperature": 0.5})
     assert not capfd.readouterr().err
 

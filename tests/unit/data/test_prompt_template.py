@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
+from raymoe.assets import demo_model_path
 from raymoe.data import prompt_template
 from raymoe.data.prompt_template import PromptTemplate, read_template
 from raymoe.errors import ConfigError, UnknownOptionError
@@ -112,6 +113,15 @@ def test_a_column_that_would_be_replaced_or_is_missing_is_refused():
         rendered(system="Be kind.")
     with pytest.raises(UnknownOptionError):
         rendered("{{ dict_ }}")
+
+
+def test_a_model_without_a_chat_template_gets_no_chats(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"makes chats, and {tmp_path.name} has no chat template"):
+        PromptTemplate(system="s").check_model(tmp_path)
+    PromptTemplate(prompt="s").check_model(tmp_path)
+    PromptTemplate(system="s").check_model(demo_model_path())
+    PromptTemplate(system="s").check_model("somebody/model-of-the-hub")
 
 
 def test_cells_are_data_and_never_templates():
