@@ -15,7 +15,7 @@ from raymoe.data.rows import RowRequest
 from raymoe.data.sizing import JobPlan, plan_actor
 from raymoe.data.tasks import reader_of
 from raymoe.data.workload import SAMPLED_ROWS, resized, workload_of
-from raymoe.engine.loading import measured_host
+from raymoe.engine.loading import measured_share
 from raymoe.engine.tokenizer import Room, Text, Tokenizer
 from raymoe.errors import RaymoeError
 from raymoe.memory.checkpoint import find_model
@@ -150,7 +150,7 @@ def _prediction(job: Job, workload: Workload | None) -> str:
     if workload is None or directory is None:
         return "no time can be predicted: none of the first rows can be generated"
     share = this_machine().share(job.num_actors)
-    host = measured_host(job.engine_config.num_threads).share(job.num_actors)
+    host = measured_share(job.engine_config.num_threads, job.num_actors).hardware
     if share is not None:
         host = dataclasses.replace(host, host_memory_bytes=share.host_memory_bytes)
     each = resized(workload, ceil_div(workload.num_rows, job.num_actors))
@@ -158,4 +158,4 @@ def _prediction(job: Job, workload: Workload | None) -> str:
     actor = plan_actor(directory, config, None)
     assert actor is not None  # model and machine are known
     plan = JobPlan(plan=actor.plan, num_actors=job.num_actors, num_nodes=1, is_typical=False)
-    return plan.describe(job.price_per_hour)
+    return plan.describe(job.price_per_hour, job.currency)

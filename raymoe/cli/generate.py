@@ -565,13 +565,17 @@ def run(  # noqa: PLR0913 - the options of a command
 
     The column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
     """
-    where = without_secrets(input_) if "://" in input_ else input_
-    plain_console(stderr=True).print(harmless(f"reading {where} and the model {model}"))
-    job, resume_state = _make_job(context.params)
+    _run_until_stopped(context.params, context.obj or sys.argv[2:])
+
+
+def _run_until_stopped(given: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    where = without_secrets(given["input_"]) if "://" in given["input_"] else given["input_"]
+    plain_console(stderr=True).print(harmless(f"reading {where} and the model {given['model']}"))
+    job, resume_state = _make_job(given)
     try:
-        _run(job, resume_state, context.params)
+        _run(job, resume_state, given)
     except Stopped as stopped:
-        typer.echo(how_to_go_on(job, context.obj or sys.argv[2:]), err=True)
+        typer.echo(how_to_go_on(job, arguments), err=True)
         raise typer.Exit(stopped.exit_code) from stopped
 
 
