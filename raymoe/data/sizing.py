@@ -192,24 +192,22 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     config = _for_rows(config, workload, pool[0])
     cluster, num_threads = _find_cluster(config, num_gpus, num_generators), config.num_threads
     config, plan = _plan_share(model_source, config, cluster, num_actors)
-    rows = rows_in_flight or _default_rows(plan)
-    batch_size = batch_size or rows_of_a_call(rows, num_actors)
-    limit = rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size)
-    calls = min(MAX_CONCURRENT_CALLS, limit, ceil_div(rows, batch_size))
+    batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, num_actors)
+    if rows_in_flight is None:
+        calls = min(calls, _calls_of_a_share(workload, options, pool, batch_size))
     job = _plan_job(plan, model_source, config, cluster, num_actors=pool,
                     num_threads=num_threads)  # fmt: skip
-    config = _with_rates(config, job)
-    constructor = {"engine_config": config, "max_concurrent_calls": calls, **_absolute(options)}
-    kwargs = {
+    _show(None if workload is None else job)
+    constructor = {"engine_config": _with_rates(config, job), "max_concurrent_calls": calls}
+    return OperatorKwargs({
         "batch_size": batch_size, "batch_format": "pyarrow", "udf_modifying_row_count": False,
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
-        "fn_constructor_args": (str(model_source),), "fn_constructor_kwargs": constructor,
+        "fn_constructor_args": (str(model_source),),
+        "fn_constructor_kwargs": constructor | _absolute(options),
         "compute": _make_pool(*pool, calls),
-    }  # fmt: skip
-    _show(None if workload is None else job)
-    return OperatorKwargs(kwargs, job)
+    }, job)  # fmt: skip
 
 
 def _show(job: "JobPlan | None") -> None:
@@ -389,6 +387,15 @@ def _find_cluster(
     cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
     cluster.advise()
     return dataclasses.replace(cluster, num_generators=num_generators)
+
+
+def _choose_sizes(
+    plan: "ActorPlan | None", rows_in_flight: int | None, batch_size: int | None, num_actors: int
+) -> tuple[int, int]:
+    """Return the rows of one call, and how many calls an actor runs at once."""
+    rows = rows_in_flight or _default_rows(plan)
+    batch_size = batch_size or rows_of_a_call(rows, num_actors)
+    return batch_size, min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
 
 
 def _default_rows(plan: "ActorPlan | None") -> int:

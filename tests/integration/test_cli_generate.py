@@ -121,7 +121,7 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
 def check_totals(directory, done):
     """Rows, errors, tokens and time of a job of two runs, of which the first is not whole."""
     view = JobView.of(read_status(directory / "out.jsonl.status"), time.time())
-    assert (view.former.num_runs, view.former.num_rows, view.num_rows) == (1, 18, 41)
+    assert (view.former.num_runs, view.former.num_rows, view.num_rows) == (1, 19, 41)
     assert (view.num_error_rows, sum(view.errors.values())) == (4, 4)
     assert view.num_generated_tokens == 36 * 4 + 2
     assert view.former.elapsed_s > 0
@@ -345,7 +345,12 @@ def test_options_of_answers_become_sampling_parameters(tmp_path, capfd):
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     given = {name: one.default for name, one in inspect.signature(generate_command.run).parameters.items()}  # fmt: skip # noqa: E501
-    given |= {"n": 4, "stop": [r"\n\n", "END"], "json_schema": tmp_path / "schema.json"}
+    given |= {
+        "temperature": 0.0,
+        "n": 4,
+        "stop": [r"\n\n", "END"],
+        "json_schema": tmp_path / "schema.json",
+    }
     params = generate_command._read_params(given)
     assert (params.n, params.stop) == (4, ("\n\n", "END"))
     assert json.loads(params.form.json) == schema

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from raymoe.device.cuda import CudaDevice
-from raymoe.engine import runner_loading
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
 from raymoe.memory import shared_file
 from raymoe.plan.device_step import workspace_bytes
@@ -18,6 +17,7 @@ from tests.unit.device.deferred_cuda import (
     BreakableCuda,
     DeferredCuda,
     lane_threads,
+    use_device,
     without_native_kernels,
 )
 
@@ -61,7 +61,7 @@ def test_a_device_that_works_later_gives_the_tokens_of_the_cpu(
 ) -> None:
     cuda = DeferredCuda(delay=delay)
     without_native_kernels.append(cuda)
-    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
+    use_device(monkeypatch, lambda *_, **__: CudaDevice(cuda, GIB))
     check(family, schedule, scenario, placement, hardware=hardware_preset("t4"))
     # Blocks travel together; CGOPipe attends on the host, and these prompts come in one step.
     assert (cuda.num_batches > 0) == (schedule != "cgopipe")
@@ -81,7 +81,7 @@ def test_passes_allocate_nothing_and_a_full_gpu_is_refused_at_the_start(
         opened.append(CudaDevice(cuda, memory_bytes))
         return opened[-1]
 
-    monkeypatch.setattr(runner_loading, "open_cuda", open_cuda)
+    use_device(monkeypatch, open_cuda)
     with schedules.make_engine(name, {}, **config) as engine:
         (device,), at_start = opened, list(cuda.allocated)
         assert engine.plan is not None
@@ -106,7 +106,7 @@ def test_an_engine_whose_device_fails_says_why_and_releases_all(
 ) -> None:
     cuda = BreakableCuda()
     without_native_kernels.append(cuda)
-    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
+    use_device(monkeypatch, lambda *_, **__: CudaDevice(cuda, GIB))
     monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path)
     config = {"schedule": "module_batching", "device_policy": PLACEMENTS["pages"]}
     config |= {"device": "cuda", "hardware": hardware_preset("t4"), "shared_weights": True}
@@ -126,7 +126,7 @@ def test_an_engine_whose_device_fails_says_why_and_releases_all(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_device_is_refused_with_what_to_do() -> None:
     name = schedules.plain_configuration("mixtral")
-    with pytest.raises(ConfigError, match="use the device 'cpu' or 'emulated'"):
+    with pytest.raises(ConfigError, match=r"there is no GPU 0: .*choose the device 'cpu'"):
         schedules.make_engine(name, {}, device="cuda")
 
 

@@ -27,10 +27,9 @@ from raymoe.bench.gpu.settings import (
 )
 from raymoe.cli import run
 from raymoe.device.cuda import CudaDevice
-from raymoe.engine import runner_loading
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
-from tests.unit.device.deferred_cuda import DeferredCuda, without_native_kernels
+from tests.unit.device.deferred_cuda import DeferredCuda, use_device, without_native_kernels
 
 __all__ = ["without_native_kernels"]
 
@@ -205,7 +204,7 @@ def test_the_engine_of_a_part_runs_on_a_gpu_that_works_later_than_asked(
 ) -> None:
     cuda = DeferredCuda(delay=0.4)
     without_native_kernels.append(cuda)
-    monkeypatch.setattr(runner_loading, "open_cuda", lambda *_, **__: CudaDevice(cuda, GIB))
+    use_device(monkeypatch, lambda *_, **__: CudaDevice(cuda, GIB))
     monkeypatch.setattr(engines, "pinned_bytes_per_s", lambda *_: 10e9)
     node = hardware_preset("l4")
     memory = HostMemory(2 * GIB)

@@ -210,10 +210,12 @@ def test_seed_row_key_and_sample_index_all_change_the_tokens(engine):
     assert len(set(tokens)) == len(tokens) == 8
 
 
-def test_without_a_row_key_the_prompt_and_the_parameters_decide(engine):
+def test_without_a_row_key_the_prompt_the_parameters_and_the_occurrence_decide(engine):
     params = {"temperature": 1.5, "max_tokens": 12}
-    first, second, other = engine.generate([PROMPT, PROMPT, [*PROMPT, 1]], params)
-    assert first.token_ids == second.token_ids != other.token_ids
+    one, again, other = engine.generate([PROMPT, PROMPT, [*PROMPT, 1]], params)
+    assert len({one.token_ids, again.token_ids, other.token_ids}) == 3
+    other, one_later, again_later = engine.generate([[*PROMPT, 1], PROMPT, PROMPT], params)
+    assert (one_later.token_ids, again_later.token_ids) == (one.token_ids, again.token_ids)
 
 
 def test_logprobs_and_prompt_logprobs_are_those_of_transformers(engine, model_and_directory):

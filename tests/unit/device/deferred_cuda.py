@@ -8,7 +8,7 @@ is not noticed; `test_device_types` looks for those.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from raymoe.device.cuda import CudaDevice
 from raymoe.device.emulated import EmulatedDevice
+from raymoe.engine import loading, runner_loading
 from raymoe.kernels import cpu_elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
@@ -189,3 +191,9 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Def
 
         monkeypatch.setattr(cpu_elementwise, name, on_host)
     return devices
+
+
+def use_device(monkeypatch: pytest.MonkeyPatch, open_cuda: Callable[..., CudaDevice]) -> None:
+    """Give engines this device in the place of a GPU."""
+    monkeypatch.setattr(loading, "check_cuda", lambda: None)
+    monkeypatch.setattr(runner_loading, "open_cuda", open_cuda)
