@@ -25,8 +25,8 @@ class LoggedGenerator(MoEGenerator):
         self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._submit, self._engine.submit = self._engine.submit, self._submit_and_log
 
-    def _submit_and_log(self, prompts, sampling_params, *, row_keys):
-        futures = self._submit(prompts, sampling_params, row_keys=row_keys)
+    def _submit_and_log(self, prompts, sampling_params, *, row_keys, **options):
+        futures = self._submit(prompts, sampling_params, row_keys=row_keys, **options)
         for key, future in zip(row_keys, futures, strict=True):
             future.add_done_callback(functools.partial(self._write, key))
         return futures
