@@ -274,7 +274,8 @@ def _forms(rng: random.Random) -> Iterator[tuple[str, Row]]:
     for index, outputs in enumerate(exploding_outputs(variant)):
         yield f"exploding form {index}", _formed(outputs)
     for index, outputs in enumerate(slow_outputs(variant)):
-        yield f"slow form {index}", _formed(outputs, logit_bias=_bias_of("@"), max_tokens=400)
+        endless = {**_bias_of("@"), "2": -100.0}  # nor the end of text
+        yield f"slow form {index}", _formed(outputs, logit_bias=endless, max_tokens=400)
 
 
 def _ids(rng: random.Random) -> Iterator[tuple[str, Row]]:
