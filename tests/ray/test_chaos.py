@@ -110,8 +110,11 @@ def check(tables, found, model):
 
 
 def told(answer):
-    """An answer without log probabilities: they are rounded by the size of the batch."""
-    return {name: value for name, value in answer.items() if name != "logprobs"}
+    """An answer without what depends on the rows beside it.
+
+    Log probabilities are rounded by the size of the batch.
+    """
+    return {k: value for k, value in answer.items() if k not in {"logprobs", "num_cached_tokens"}}
 
 
 def keys(table):
