@@ -300,6 +300,7 @@ class RunStats:
     """What a run has written.
 
     Attributes:
+        num_cut: Rows whose answer reached its limit of tokens.
         num_generated_tokens: Of all samples of the rows.
     """
 
@@ -307,6 +308,7 @@ class RunStats:
     task: str = GENERATE
     num_rows: int = 0
     num_errors: int = 0
+    num_cut: int = 0
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
     error_groups: ErrorGroups = field(default_factory=ErrorGroups)
@@ -318,6 +320,8 @@ class RunStats:
         num_input_tokens, num_generated_tokens = (_sum(table, name) for name in TOKEN_COLUMNS)
         self.num_input_tokens += num_input_tokens
         self.num_generated_tokens += num_generated_tokens
+        if "finish_reason" in table.column_names:
+            self.num_cut += pc.sum(pc.equal(table.column("finish_reason"), "length")).as_py() or 0
         errors = [error for error in table.column(ERROR_COLUMN).to_pylist() if error]
         self.num_errors += len(errors)
         self.error_groups.add(errors)
@@ -326,6 +330,7 @@ class RunStats:
         """Add what was counted elsewhere."""
         self.num_rows += part.num_rows
         self.num_errors += part.num_errors
+        self.num_cut += part.num_cut
         self.num_input_tokens += part.num_input_tokens
         self.num_generated_tokens += part.num_generated_tokens
         self.error_groups.update(part.error_groups.groups())

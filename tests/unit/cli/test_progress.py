@@ -61,6 +61,14 @@ def test_tokens_rows_and_errors_are_counted():
     ]
 
 
+def test_answers_at_their_limit_of_tokens_are_counted():
+    stats = RunStats(total_rows=3)
+    part = table(3).append_column("finish_reason", pa.array(["length", "stop", "length"]))
+    stats.add(part)
+    stats.merge(stats)
+    assert stats.num_cut == 4
+
+
 def test_a_line_counts_finished_rows_and_says_how_long_the_rest_takes():
     line = progress_line(view(LARGE, [busy()]))
     # Found 10, and 1,250 finished by the engine in 600 s, of which 1,200 are in batches.
