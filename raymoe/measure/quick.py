@@ -25,20 +25,24 @@ def measure_quickly(num_threads: int | None = None) -> HardwareSpec:
     Args:
         num_threads: Of the kernels; None takes all cores.
     """
-    watch, probes = CoreWatch(), [probe_host(num_threads=num_threads, seconds=PROBE_S)]
-    num_cores, end_s = probes[0].num_cores, time.perf_counter() + LIMIT_S
-    steps = NarrowSteps(num_cores)
-    steps.run(STEPS_S)
-    while len(probes) < MAX_PROBES:
-        is_crowded = watch.read().crowds(num_cores)
-        if is_crowded:
-            time.sleep(PAUSE_S)
-        if len(probes) >= NUM_PROBES and (not is_crowded or time.perf_counter() >= end_s):
-            break
+    watch, end_s = CoreWatch(), time.perf_counter() + LIMIT_S
+    probes: list[HardwareSpec] = []
+    steps, is_clear = None, False  # whether a probe had the cores
+    while True:
+        watch.begin()
         probes.append(probe_host(num_threads=num_threads, seconds=PROBE_S))
+        num_cores = probes[-1].num_cores
+        steps = steps or NarrowSteps(num_cores)
         if len(probes) <= NUM_PROBES:
             steps.run(STEPS_S)
-    others = watch.read()
+        others = watch.read()
+        is_crowded = others.crowds(num_cores)
+        is_clear = is_clear or not is_crowded
+        has_time = len(probes) < MAX_PROBES and time.perf_counter() < end_s
+        if len(probes) >= NUM_PROBES and (is_clear or not has_time):
+            break
+        if is_crowded:
+            time.sleep(PAUSE_S)
     best = dataclasses.replace(
         probes[-1],
         host_bytes_per_s=max(each.host_bytes_per_s for each in probes),
@@ -48,7 +52,7 @@ def measure_quickly(num_threads: int | None = None) -> HardwareSpec:
     problems = find_problems(measured)
     if problems:
         measured = dataclasses.replace(measured, task_overhead_s=None)
-    if problems or others.crowds(num_cores):
+    if problems or not is_clear:
         logger.warning(
             "%s: a plan by its rates may predict too much time; 'raymoe profile' measures once, "
             "when nothing else runs, and is kept", others,

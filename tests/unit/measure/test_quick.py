@@ -47,6 +47,8 @@ class Machine:
 
     def run(self, _seconds: float) -> None: ...
 
+    def begin(self) -> None: ...
+
     def overhead(self, node: HardwareSpec) -> Curve:
         assert (node.host_bytes_per_s, node.host_flop_per_s) == (20e9, 300e9)
         return self.curve
@@ -58,7 +60,12 @@ class Machine:
 
 @pytest.mark.parametrize(
     ("busy_cores", "num_probes", "num_pauses", "warns"),
-    [([0.1], NUM_PROBES, 0, False), ([2.0], MAX_PROBES, 7, True), ([2.0] * 5 + [0.1], 6, 5, False)],
+    [
+        ([0.1], NUM_PROBES, 0, False),
+        ([2.0], MAX_PROBES, 7, True),
+        ([2.0] * 5 + [0.1], 6, 5, False),
+        ([2.0, 0.1, 2.0], NUM_PROBES, 1, False),  # one probe had the cores
+    ],
 )
 def test_the_best_of_the_probes_counts(
     busy_cores: list[float], num_probes: int, num_pauses: int, warns: bool, monkeypatch, caplog
