@@ -25,6 +25,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_generates_filters_judges_and_groups(local_ray) -> None:
     path = ROOT / "examples" / "generate_and_judge.py"
     spec = util.spec_from_file_location("generate_and_judge", path)
