@@ -298,8 +298,8 @@ class PoolWatch:
             )  # fmt: skip
 
 
-class Prediction(Protocol):
-    """The plan of a job, for `PoolWatch`."""
+class TimedJob(Protocol):
+    """What `PoolWatch` asks of the plan of a job."""
 
     @property
     def num_actors(self) -> int: ...
@@ -307,7 +307,7 @@ class Prediction(Protocol):
     def seconds_with(self, num_actors: int) -> float: ...
 
 
-def _plan_of(operator: Any) -> Prediction | None:
+def _plan_of(operator: Any) -> TimedJob | None:
     options = [getattr(one, "fn_constructor_kwargs", None) for one in operator._logical_operators]  # noqa: SLF001
     plans = [getattr(one, "plan", None) for one in options]
     return next((plan for plan in plans if plan is not None), None)

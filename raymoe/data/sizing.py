@@ -205,7 +205,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),),
-        "fn_constructor_kwargs": constructor | _absolute(options),
+        # With the plan, which the driver compares with the actors that run.
+        "fn_constructor_kwargs": OperatorKwargs(constructor | _absolute(options), job),
         "compute": _make_pool(*pool, calls),
     }, job)  # fmt: skip
 

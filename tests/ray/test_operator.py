@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 import ray.data
 
 from raymoe.config import EngineConfig
+from raymoe.data.cluster import _plan_of
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.engine.engine import Engine
@@ -207,6 +209,13 @@ def two_generators(path, model, **options):
 
 def as_prompt(table, column):
     return table.select(["id", column]).rename_columns(["id", "prompt"])
+
+
+def test_the_driver_finds_the_plan_of_a_pipeline_in_its_stage(local_ray, tiny_model):
+    dataset = ray.data.from_items([{"prompt": "a"}] * 8)
+    arguments = map_batches_kwargs(tiny_model, ds=dataset, engine_config=CONFIG)
+    stage = dataset.map_batches(MoEGenerator, **arguments)._logical_plan.dag
+    assert _plan_of(SimpleNamespace(_logical_operators=[stage])) is arguments.plan is not None
 
 
 @pytest.mark.slow
