@@ -216,7 +216,7 @@ _NUMBER_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-_SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 @refuses_unknown("engine option")
@@ -339,8 +339,11 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """A configuration from a mapping; unknown keys are errors, None means "not given"."""
-        check_names(options, {field.name for field in dataclasses.fields(cls)}, "engine option")
+        check_names(options, ENGINE_NAMES, "engine option")
         return cls(**{name: value for name, value in options.items() if value is not None})
+
+
+ENGINE_NAMES = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +390,7 @@ def _whole(variables: Mapping[str, str], name: str, high: int) -> int | None:
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"sampling_params is a {type(options).__name__}, not a mapping")
-    check_names(options, _SAMPLING_NAMES, "sampling parameter")
+    check_names(options, SAMPLING_NAMES, "sampling parameter")
     return {name: value for name, value in options.items() if value is not None}
 
 

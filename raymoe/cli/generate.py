@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import re
 import shlex
 import sys
@@ -21,6 +20,7 @@ from raymoe.cli.pipeline import (
     check_model,
     content_columns,
     find_manifest,
+    has_cluster,
     run_job,
 )
 from raymoe.cli.progress import plain_console, print_summary
@@ -714,7 +714,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
     config = EngineConfig.from_dict(fields)
-    if config.device == "cuda" and not os.environ.get("RAY_ADDRESS"):  # engines run here
+    if config.device == "cuda" and not has_cluster():  # engines run here
         from raymoe.device.cuda import check_cuda  # noqa: PLC0415 - it imports torch
 
         check_cuda()

@@ -310,17 +310,6 @@ def scan(
     return JsonlScan(layout=layout, splits=splits, num_rows=cutter.num_rows, ids=ids)
 
 
-def read_split(table: pa.Table, *, layout: JsonlFormat, root: Location) -> pa.Table:
-    """Return the rows of the splits that the table lists.
-
-    Args:
-        root: Anything of the file system that has the files.
-    """
-    splits = [Split(**row) for row in table.to_pylist()]
-    tables = [table for one in splits for table in read_jsonl(one, layout=layout, root=root)]
-    return pa.concat_tables(tables)
-
-
 def read_jsonl(split: Split, *, layout: JsonlFormat, root: Location) -> Iterator[pa.Table]:
     """Yield the rows of a split, with a column of what is wrong with their lines."""
     location = root.at(split.path)

@@ -126,7 +126,7 @@ def _array(field: pa.Field, generations: Sequence[Generation]) -> pa.Array:
 
 def logprob_tokens(generation: Generation) -> set[int]:
     """The tokens of all log probabilities of generated tokens."""
-    entries = [e for sample in (generation, *generation.others) for e in sample.logprobs or ()]
+    entries = [e for sample in generation.outputs for e in sample.logprobs or ()]
     best = {token for entry in entries for token, _ in entry.top}
     return best | {entry.token_id for entry in entries}
 
@@ -177,15 +177,13 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     "generated_tokens": lambda one: list(one.token_ids),
     "num_input_tokens": lambda one: one.num_input_tokens,
     "num_cached_tokens": lambda one: one.num_cached_tokens,
-    "num_generated_tokens": lambda one: sum(
-        sample.num_generated_tokens for sample in (one, *one.others)
-    ),
+    "num_generated_tokens": lambda one: one.num_tokens_of_outputs,
     "finish_reason": lambda one: one.finish_reason,
     ERROR_COLUMN: lambda one: one.error,
     REASONING_COLUMN: lambda one: one.reasoning,
     CALLS_COLUMN: _call_cells,
-    CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in (one, *one.others)],
-    "generated_texts": lambda one: [one.text, *(other.text for other in one.others)],
+    CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in one.outputs],
+    "generated_texts": lambda one: [sample.text for sample in one.outputs],
     "logprobs": lambda one: _logprob_cells(one.logprobs),
     "prompt_logprobs": lambda one: _logprob_cells(one.prompt_logprobs),
 }

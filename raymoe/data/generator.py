@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from raymoe.chat.parser import ChatParser
 from raymoe.config import (
+    ENGINE_NAMES,
+    SAMPLING_NAMES,
     EngineConfig,
     SamplingParams,
     as_engine_config,
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
     from raymoe.engine.identity import ModelIdentity
 
 
-SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_ENGINE_NAMES = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 P = ParamSpec("P")
@@ -120,7 +120,7 @@ def _refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
             continue
         for group, fields in {
             "sampling_params": SAMPLING_NAMES,
-            "engine_config": _ENGINE_NAMES,
+            "engine_config": ENGINE_NAMES,
         }.items():
             if name in fields:
                 raise ConfigError(
@@ -518,7 +518,7 @@ def split_generation(
     chat = request.prompt if isinstance(request.prompt, Chat) else Chat(request.prompt or ())  # type: ignore[arg-type]
     last = chat.messages[-1]
     content = last.get("content") if last.get("role") == "assistant" else None
-    samples = (generation, *generation.others)
+    samples = generation.outputs
     texts: Sequence[str | Exception] = [sample.text for sample in samples]
     if parser.needs_special_tokens:
         params = request.sampling_params

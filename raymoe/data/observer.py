@@ -326,9 +326,7 @@ class RowCounter:
         self, generations: Sequence[Generation], num_found: int = 0, num_refused: int = 0
     ) -> None:
         input_tokens = sum(one.num_input_tokens for one in generations)
-        generated_tokens = sum(
-            sample.num_generated_tokens for one in generations for sample in (one, *one.others)
-        )
+        generated_tokens = sum(one.num_tokens_of_outputs for one in generations)
         errors = [one.error for one in generations if one.error]
         with self._lock:
             self._rows += len(generations)

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymoe.config import EngineConfig, SamplingParams, as_engine_config, as_sampling_params
+from raymoe.config import (
+    ENGINE_NAMES,
+    SAMPLING_NAMES,
+    EngineConfig,
+    as_engine_config,
+    as_sampling_params,
+)
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal import forget_errors
@@ -18,6 +24,7 @@ from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.specs.files import expanded
+from raymoe.specs.workload import TASKS
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -28,7 +35,7 @@ MapRow = Callable[[Row], Row]
 logger = logging.getLogger(__name__)
 
 # `seed` is an option of `MoEGenerator`: that of rows which have none.
-_SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"seed"}
+_SAMPLING_OPTIONS = SAMPLING_NAMES - {"seed"}
 
 
 def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
@@ -217,10 +224,8 @@ class Processor:
             return row | {error: describe(problem)}
 
 
-TASKS = ("generate", "embed", "classify", "score")
 TOKENS_COLUMN = "tokenized_prompt"
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
-_ENGINE_NAMES = frozenset(one.name for one in dataclasses.fields(EngineConfig))
 _STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
 _STAGE_ADVICE = {
     "chat_template": "put it into the file chat_template.jinja of the model's directory",
@@ -389,13 +394,13 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
         name = _RENAMED.get(name, name)  # noqa: PLW2901 - the value stays
         if name in _PLANNED:
             logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)
-        elif name in _ENGINE_NAMES:
+        elif name in ENGINE_NAMES:
             ours[name] = _DTYPES.get(value, value) if name.endswith("dtype") else value
         elif name in _ALREADY_SO:
             only = " or ".join(map(repr, _ALREADY_SO[name]))
             raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {only}")
         else:
-            known = _ENGINE_NAMES | _PLANNED | _ALREADY_SO.keys()
+            known = ENGINE_NAMES | _PLANNED | _ALREADY_SO.keys()
             raise UnknownOptionError(name, known, "key of engine_kwargs")
     if given["max_pending_requests"] is not None:
         ours.setdefault("max_queued_rows", given["max_pending_requests"])

@@ -74,6 +74,11 @@ class Generation:
     def outputs(self) -> tuple["Generation", ...]:
         return (self, *self.others)
 
+    @property
+    def num_tokens_of_outputs(self) -> int:
+        """Generated tokens of all samples."""
+        return sum(sample.num_generated_tokens for sample in self.outputs)
+
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""
         shown = (

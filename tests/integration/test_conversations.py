@@ -6,8 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raymoe.cli.sources import read_split, scan
-from raymoe.cli.storage import Location
+from raymoe.cli.sources import open_source
 from raymoe.config import SamplingParams
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.rows import RowReader
@@ -80,11 +79,10 @@ def from_parquet(path):
 
 
 def from_json_lines(path):
+    path = path.with_suffix(".jsonl")
     path.write_text("".join(f"{json.dumps(record)}\n" for record in RECORDS))
-    location = Location.local(path)
-    scanned = scan([location], "prompt", "id")
-    splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
-    return read_split(splits, layout=scanned.layout, root=location)
+    source = open_source(str(path), text_columns=("prompt",), id_column="id")
+    return pa.concat_tables(source.tables([*source.schema.names]))
 
 
 def from_openai(path):

@@ -1,12 +1,13 @@
 """JSON lines: one type for each column, one reason for each bad line."""
 
+import itertools
 import json
 
 import pyarrow as pa
 import pytest
 
 from raymoe.cli import sources
-from raymoe.cli.sources import read_split, scan
+from raymoe.cli.sources import read_jsonl, scan
 from raymoe.cli.storage import Location
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.errors import ConfigError
@@ -15,8 +16,13 @@ from raymoe.errors import ConfigError
 def read(path, *lines, prompt_column="prompt"):
     path.write_bytes(b"\n".join(lines))
     scanned = scan([Location.local(path)], [prompt_column], None)
-    splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
-    return scanned, read_split(splits, layout=scanned.layout, root=Location.local(path))
+    return scanned, read_all(scanned, path)
+
+
+def read_all(scanned, path):
+    root, layout = Location.local(path), scanned.layout
+    tables = [read_jsonl(one, layout=layout, root=root) for one in scanned.splits]
+    return pa.concat_tables(itertools.chain.from_iterable(tables))
 
 
 def lines_of(*records):
@@ -103,8 +109,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, end):
     path = tmp_path / "a.jsonl"
     path.write_bytes(BOM + b'{"prompt": "a"}' + end + BOM + end + BOM + b'{"prompt": "b"}' + end)
     scanned = scan([Location.local(path)], ["prompt"], None)
-    splits = pa.Table.from_pylist([split._asdict() for split in scanned.splits])
-    table = read_split(splits, layout=scanned.layout, root=Location.local(path))
+    table = read_all(scanned, path)
     assert scanned.num_rows == 2
     assert table.column("prompt").to_pylist() == ["a", "b"]
     assert table.column(INPUT_ERROR_COLUMN).to_pylist() == ["", ""]
