@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "units": set(),
     "safe_text": set(),
     "processes": set(),
+    "periodic": set(),
     "shadows": set(),
     "_version": set(),
     "specs": BASE | {"safe_text"},
@@ -34,10 +35,18 @@ MAY_IMPORT = {
     "assets": set(),
     "chat": {"errors"},
 }
-MAY_IMPORT["measure"] = {*MAY_IMPORT} - {"config", "structured", "assets", "safe_text", "processes"}
+MAY_IMPORT["measure"] = {*MAY_IMPORT} - {
+    "config",
+    "structured",
+    "assets",
+    "safe_text",
+    "processes",
+    "periodic",
+}
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {
     "safe_text",
+    "periodic",
     "shadows",
     "config",
     "structured",

@@ -12,17 +12,15 @@ from raymoe.cli.pipeline import Job, check_model, has_cluster, this_machine
 from raymoe.data.columns import ERROR_COLUMN, SAMPLES_COLUMN
 from raymoe.data.generator import MoEGenerator, output_columns
 from raymoe.data.rows import RowRequest
-from raymoe.data.sizing import JobPlan, plan_actor
+from raymoe.data.sizing import plan_job
 from raymoe.data.tasks import reader_of
 from raymoe.data.workload import SAMPLED_ROWS, resized, workload_of
-from raymoe.engine.loading import measured_share
 from raymoe.engine.tokenizer import Room, Text, Tokenizer
 from raymoe.errors import RaymoeError
 from raymoe.memory.checkpoint import find_model
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div
 
 NUM_ROWS = 3
 MAX_CHARACTERS = 2000  # of a prompt or answer, half of them from its end
@@ -149,13 +147,8 @@ def _prediction(job: Job, workload: Workload | None) -> str:
     directory = find_model(job.model)
     if workload is None or directory is None:
         return "no time can be predicted: none of the first rows can be generated"
-    share = this_machine().share(job.num_actors)
-    host = measured_share(job.engine_config.num_threads, job.num_actors).hardware
-    if share is not None:
-        host = dataclasses.replace(host, host_memory_bytes=share.host_memory_bytes)
-    each = resized(workload, ceil_div(workload.num_rows, job.num_actors))
-    config = dataclasses.replace(job.engine_config, workload=each, hardware=host)
-    actor = plan_actor(directory, config, None)
-    assert actor is not None  # model and machine are known
-    plan = JobPlan(plan=actor.plan, num_actors=job.num_actors, num_nodes=1, is_typical=False)
+    config, cluster = job.engine_config, this_machine()
+    plan = plan_job(directory, config, workload, cluster, num_actors=job.num_actors)
+    if plan is None:
+        return "no time can be predicted: the job does not fit the memory that is free here"
     return plan.describe(job.price_per_hour, job.currency)

@@ -32,7 +32,6 @@ from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import num_recorded_rows
 from raymoe.data.manifest import Manifest
-from raymoe.data.observer import Periodic
 from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
 from raymoe.data.sorting import sort_by_prefix
@@ -60,6 +59,7 @@ from raymoe.engine.tasks.rows import check_head
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
+from raymoe.periodic import Periodic
 from raymoe.safe_text import harmless
 from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
@@ -540,7 +540,11 @@ def this_machine() -> Cluster:
     host = read_host()
     memory_bytes = host.available_memory_bytes - OBJECT_STORE_BYTES
     return Cluster(
-        num_nodes=1, num_cpus=host.num_cores, num_gpus=0, memory_bytes=max(1, memory_bytes)
+        num_nodes=1,
+        num_cpus=host.num_cores,
+        num_gpus=0,
+        memory_bytes=max(1, memory_bytes),
+        is_here=True,
     )
 
 

@@ -7,6 +7,7 @@ found in an actor, after Ray has started it, once for each of its attempts.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -73,6 +74,19 @@ def generator_options(operator: Any) -> dict[str, Any] | None:
     return check_arguments(operator.fn_constructor_args or (), operator.fn_constructor_kwargs or {})
 
 
+def check_rows(operator: Any, model_source: str | Path, options: Mapping[str, Any]) -> KnownColumns:
+    """Refuse a `MoEGenerator` behind a logical operator whose rows it could not take.
+
+    Raises:
+        ConfigError: They lack a column that it reads, or have one that it adds.
+    """
+    columns = known_columns(operator)
+    output_columns(model_source, options).check_names(columns.names)
+    if columns.is_complete:
+        reader_of(options).check_columns(columns.names)
+    return columns
+
+
 class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
     """Refuses generators that cannot work, and gives the others a counter of equal rows."""
 
@@ -99,10 +113,7 @@ class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no 
     def _prepare(self, operator: Any, stage: int, logical: Any, options: Mapping[str, Any]) -> None:
         given = {name: value for name, value in options.items() if name != "model_source"}
         check_options(options["model_source"], given)
-        columns = known_columns(logical.input_dependencies[0])
-        output_columns(options["model_source"], given).check_names(columns.names)
-        if columns.is_complete:
-            reader_of(given).check_columns(columns.names)
+        columns = check_rows(logical.input_dependencies[0], options["model_source"], given)
         if _may_have_equal_samples(given, columns):
             arguments = {KEY: (self._start_counter(), stage)}
             operator.add_map_task_kwargs_fn(functools.partial(dict, arguments))

@@ -40,6 +40,7 @@ from raymoe.data.status import (
     write_record,
 )
 from raymoe.engine.outputs import EngineStats, Generation
+from raymoe.periodic import Periodic
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.search import operations_of
 from raymoe.plan.work import StepLoad
@@ -281,29 +282,6 @@ def recent_rate(
     first = next((p for p in reversed(points[:-1]) if last[0] - p[0] >= window_s), points[0])
     seconds = last[0] - first[0]
     return (last[index] - first[index]) / seconds if seconds > 0 else None
-
-
-class Periodic:
-    """A thread that calls a function at once, then periodically, and a last time in `close`."""
-
-    def __init__(self, call: Callable[[], None], every_s: float, *, name: str) -> None:
-        """Start; `every_s` is the time between the end of a call and the start of the next."""
-        self._call, self._every_s = call, every_s
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Call the function a last time and wait for the end of the thread; idempotent."""
-        self._is_over.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        self._call()
-        while not self._is_over.wait(self._every_s):
-            self._call()
-        self._call()
 
 
 MAX_KINDS = 24

@@ -27,7 +27,12 @@ from raymoe.data.rows import (
     read_prompt,
     refuse_bad_cell,
 )
-from raymoe.engine.tokenizer import CHAT_LOAD_LIMIT_S, CHAT_MAX_MEMORY_BYTES, MAX_CHARACTERS
+from raymoe.engine.tokenizer import (
+    CHAT_LOAD_LIMIT_S,
+    CHAT_MAX_MEMORY_BYTES,
+    MAX_CHARACTERS,
+    split_batches,
+)
 from raymoe.engine.tokenizer import RENDER_LIMIT_S as ROW_LIMIT_S
 from raymoe.engine.workers.process import WorkerProcess
 from raymoe.errors import ConfigError, UnknownOptionError, WorkerProcessError, describe
@@ -39,7 +44,7 @@ WORKER = Path(__file__).parent.parent / "engine" / "workers" / "prompt_worker.py
 ROW = "row"
 TEMPLATES = ("prompt_template", "system_prompt")
 MAX_NAME = 256  # of a file
-MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 256, 8_000_000
+MAX_BATCH_CHARACTERS = 8_000_000
 SYSTEM_ROLES = ("system", "developer")
 
 Row = dict[str, Any]
@@ -215,7 +220,8 @@ class PromptTemplate:
         if not self.sources:
             yield from (self._assembled(row, {}) for row in rows)
             return
-        for batch in _batches(rows):
+        sizes = [*map(_num_characters, rows)]
+        for batch in split_batches(rows, sizes, MAX_BATCH_CHARACTERS):
             for row, texts in zip(batch, self._texts(batch), strict=True):
                 yield texts if isinstance(texts, Exception) else self._assembled(row, texts)
 
@@ -316,18 +322,8 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, ConfigError) else describe(error)
 
 
-def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        num_characters = sum(len(cell) for cell in row.values() if isinstance(cell, str | bytes))
-        if batch and (len(batch) == MAX_BATCH_ROWS or size + num_characters > MAX_BATCH_CHARACTERS):
-            yield batch
-            batch, size = [], 0
-        batch.append(row)
-        size += num_characters
-    if batch:
-        yield batch
+def _num_characters(row: Row) -> int:
+    return sum(len(cell) for cell in row.values() if isinstance(cell, str | bytes))
 
 
 @functools.cache

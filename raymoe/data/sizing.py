@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
-from raymoe.data.before_start import known_columns
+from raymoe.data.before_start import check_rows
 from raymoe.data.cluster import Cluster, check_before_start
-from raymoe.data.generator import check_options, output_columns
+from raymoe.data.generator import check_options
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
@@ -205,7 +205,6 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),),
-        # With the plan, which the driver compares with the actors that run.
         "fn_constructor_kwargs": OperatorKwargs(constructor | _absolute(options), job),
         "compute": _make_pool(*pool, calls),
     }, job)  # fmt: skip
@@ -224,16 +223,17 @@ def _check_options(
         raise ConfigError(shadow)
     check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     if ds is not None:
-        dag = ds._logical_plan.dag  # noqa: SLF001 - as in `find_workload`
-        columns = known_columns(dag)
-        output_columns(model_source, options).check_names(columns.names)
-        if columns.is_complete:
-            reader_of(options).check_columns(columns.names)
+        check_rows(ds._logical_plan.dag, model_source, options)  # noqa: SLF001 - as in `find_workload`
     check_before_start()
 
 
 class OperatorKwargs(dict[str, Any]):
-    """Keyword arguments of `map_batches`; `plan` is None if model or nodes are not known here."""
+    """Keyword arguments of `map_batches`, and of the operator's constructor among them.
+
+    Attributes:
+        plan: None if model or nodes are not known here. `CheckFit` compares it, in the arguments of
+            a stage, with the actors that run.
+    """
 
     def __init__(self, kwargs: Mapping[str, Any], plan: "JobPlan | None" = None) -> None:
         super().__init__(kwargs)
@@ -300,6 +300,27 @@ class JobPlan:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def plan_job(
+    model_source: str | Path,
+    config: EngineConfig,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    num_actors: int,
+) -> JobPlan | None:
+    """Return the plan of a job on a cluster, as its driver will make it; None if it does not fit.
+
+    Args:
+        model_source: A local directory.
+    """
+    config = _for_rows(_with_hardware(config), workload, num_actors)
+    shared, actor = _plan_share(model_source, config, cluster, num_actors)
+    return _plan_job(
+        actor, model_source, shared, cluster,
+        num_actors=(num_actors, num_actors), num_threads=config.num_threads,
+    )  # fmt: skip
 
 
 def _plan_job(

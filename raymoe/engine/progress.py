@@ -2,11 +2,12 @@
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
+
+from raymoe.periodic import Periodic
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -93,20 +94,13 @@ def _bar(**options: object) -> "tqdm[None]":
 
 @contextmanager
 def _updated(bar: "tqdm[None]", update: Callable[[], None]) -> Iterator[None]:
-    is_over = threading.Event()
+    def show() -> None:
+        update()
+        bar.update(0)
 
-    def run() -> None:
-        while not is_over.wait(EVERY_S):
-            update()
-            bar.update(0)
-
-    thread = threading.Thread(target=run, name="raymoe-progress", daemon=True)
-    thread.start()
+    thread = Periodic(show, EVERY_S, name="raymoe-progress")
     try:
         yield
     finally:
-        is_over.set()
-        thread.join()
-        update()
-        bar.update(0)
+        thread.close()
         bar.close()

@@ -437,7 +437,9 @@ class Tokenizer:
         self.load()
         results: list[Int32s | Exception] = [ConfigError("the prompt has no tokens")] * len(texts)
         short = [index for index, text in enumerate(texts) if not text.is_long]
-        for batch in _batches(short, [len(texts[i].text) for i in short], MAX_BATCH_CHARACTERS):
+        for batch in split_batches(
+            short, [len(texts[i].text) for i in short], MAX_BATCH_CHARACTERS
+        ):
             found = _try_all([texts[index] for index in batch], self._encode_batch)
             for index, result in zip(batch, found, strict=True):
                 results[index] = result
@@ -489,7 +491,7 @@ class Tokenizer:
         results: list[str | Exception] = []
         every = [*range(len(sequences))]
         decode = functools.partial(self._decode_batch, keeps_special=keeps_special)
-        for batch in _batches(every, [*map(len, sequences)], MAX_BATCH_TOKENS):
+        for batch in split_batches(every, [*map(len, sequences)], MAX_BATCH_TOKENS):
             results += _try_all([sequences[index] for index in batch], decode)
         return results
 
@@ -504,7 +506,7 @@ class Tokenizer:
             return {}
         self.load()
         missing = sorted({*token_ids} - self._bytes.keys())
-        for batch in _batches(missing, [1] * len(missing), MAX_BATCH_TOKENS):
+        for batch in split_batches(missing, [1] * len(missing), MAX_BATCH_TOKENS):
             self._bytes |= self._read_bytes(batch)
         found = {token: self._bytes[token] for token in token_ids}
         return {token: data for token, data in found.items() if data is not None}
@@ -710,7 +712,14 @@ def _pieces(text: str, joint: str) -> Iterator[str]:
     yield lead + text[begin:]
 
 
-def _batches(items: Sequence[ItemT], sizes: Sequence[int], max_size: int) -> Iterator[list[ItemT]]:
+def split_batches(
+    items: Sequence[ItemT], sizes: Sequence[int], max_size: int
+) -> Iterator[list[ItemT]]:
+    """Yield neighbours together, as many as a process of ours takes in one request.
+
+    Args:
+        max_size: The sum of their sizes; one that is larger comes alone.
+    """
     batch: list[ItemT] = []
     total = 0
     for item, size in zip(items, sizes, strict=True):
