@@ -46,6 +46,9 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
 
 
+CURRENCY = "USD"  # of prices, unless a user names another
+
+
 def format_money(amount: float, currency: str) -> str:
     """Format a cost for people.
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from raymoe.cli.checks import check_money
 from raymoe.cli.dry_run import show_first_rows
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
@@ -43,7 +44,7 @@ from raymoe.report import write_report
 from raymoe.safe_text import harmless
 from raymoe.specs.files import read_json_object
 from raymoe.specs.workload import TASKS
-from raymoe.units import format_bytes, parse_bytes
+from raymoe.units import CURRENCY, format_bytes, parse_bytes
 
 START = "Start here"
 PROMPTS = "Prompts"
@@ -459,7 +460,6 @@ EngineOptions = Annotated[
 Price = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
         help="The price of a node for an hour, to show what tokens cost.",
         show_default=False,
         metavar="X",
@@ -556,7 +556,7 @@ def run(  # noqa: PLR0913 - the options of a command
     device_memory: DeviceMemory = None,
     engine_config: EngineOptions = None,
     price_per_hour: Price = None,
-    currency: Currency = "USD",
+    currency: Currency = CURRENCY,
     verbose: Verbose = False,
     task: Task = "generate",
     task_options: TaskOptionsText = "{}",
@@ -731,6 +731,7 @@ def _value(text: str) -> Any:
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    check_money(given["price_per_hour"], given["currency"])
     _refuse_both(given, "resume", "overwrite")
     _refuse_both(given, "sort_by_prefix", "preserve_order")
     if given["retry_errors"] and not given["resume"]:

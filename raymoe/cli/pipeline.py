@@ -65,7 +65,7 @@ from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView
-from raymoe.units import MIB
+from raymoe.units import CURRENCY, MIB
 
 WRITE_EVERY_S = 2.0
 LAST_WRITE_S = 10.0
@@ -91,7 +91,7 @@ class JobWatch:
         settings: Pairs = (),
         former: FormerRuns = NO_RUNS,
         price_per_hour: float | None = None,
-        currency: str = "USD",
+        currency: str = CURRENCY,
     ) -> None:
         """Watch a job.
 
@@ -204,7 +204,7 @@ class Job:
     status_dir: Path | None = None
     former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
-    currency: str = "USD"
+    currency: str = CURRENCY
     settings: Pairs = ()
     num_actors: int = 1
     batch_size: int | None = None

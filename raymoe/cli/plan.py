@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raymoe.cli import model_by_name, size
+from raymoe.cli.checks import check_money, check_number
 from raymoe.config import DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
@@ -24,7 +25,6 @@ from raymoe.plan.policy import DevicePolicy, Footprint
 from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
     MAX_NODES,
-    MAX_PRICE,
     JobPlanner,
     Offer,
     next_steps,
@@ -45,14 +45,13 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import TASKS, Workload
-from raymoe.units import GB, GIB, format_bytes, format_seconds
+from raymoe.units import CURRENCY, GB, GIB, format_bytes, format_seconds
 
 Row = tuple[str, str]
 GANTT_LAYERS = 2  # two kinds of layers may take turns
 AROUND_LANE = 20  # letters: the longest name of a lane, its frame and busy share
 # A second; a thousand years.
 DEADLINE_HOURS = (1 / 3600, 8.76e6)
-MAX_CURRENCY = 8  # letters
 MAX_ROWS = 10**18
 HERE = "here"
 
@@ -79,7 +78,7 @@ class Money:
     """The price of a node for an hour, and its currency; None where no cost is shown."""
 
     price_per_hour: float | None = None
-    currency: str = "USD"
+    currency: str = CURRENCY
 
 
 def prediction_table(plan: Plan, money: Money, num_nodes: int = 1) -> Table:
@@ -480,7 +479,7 @@ def run(  # noqa: PLR0913 - the options of a command
     max_context: MaxContext = None,
     tensor_parallel: TensorParallel = 1,
     price_per_hour: Price = None,
-    currency: Currency = "USD",
+    currency: Currency = CURRENCY,
     prices: Prices = None,
     nodes: Nodes = None,
     deadline_hours: Deadline = None,
@@ -544,7 +543,7 @@ class _Fleet:
             raise ConfigError(
                 f"--nodes is {self.num_nodes:,}; it takes a number from 1 to {MAX_NODES:,}"
             )
-        _check_number("--deadline-hours", self.deadline_hours, DEADLINE_HOURS, "hours")
+        check_number("--deadline-hours", self.deadline_hours, DEADLINE_HOURS, "hours")
         if (self.num_nodes or 1) > self.workload.num_rows:
             raise ConfigError(
                 f"--nodes is {self.num_nodes:,}, and the job has {self.workload.num_rows:,} rows: "
@@ -557,16 +556,8 @@ class _Fleet:
 
 
 def _money(price_per_hour: float | None, currency: str) -> Money:
-    _check_number("--price-per-hour", price_per_hour, (0.0, MAX_PRICE), currency)
-    if not 1 <= len(currency) <= MAX_CURRENCY or not currency.isprintable():
-        raise ConfigError(f"--currency is {currency!r:.40}; it takes a name, such as EUR")
+    check_money(price_per_hour, currency)
     return Money(price_per_hour, currency)
-
-
-def _check_number(option: str, value: float | None, bounds: tuple[float, float], unit: str) -> None:
-    low, high = bounds
-    if value is not None and not low <= value <= high:  # nor what is not a number
-        raise ConfigError(f"{option} is {value:g}; it takes {low:g} to {high:,.0f} {unit}")
 
 
 def _of_task(workload: Workload, task: str) -> Workload:
@@ -680,7 +671,7 @@ def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: boo
         notes = [*ranking_notes(planner, offers)]
     if as_json:
         found = {
-            "prices": {"source": prices.source, "date": prices.date, "currency": "USD"},
+            "prices": {"source": prices.source, "date": prices.date, "currency": CURRENCY},
             "offers": [offer.to_json() for offer in offers],
             "notes": notes,
         }

@@ -25,7 +25,7 @@ from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
-from raymoe.units import ceil_div, format_bytes, format_seconds
+from raymoe.units import CURRENCY, ceil_div, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
@@ -271,7 +271,7 @@ class JobPlan:
         """Cost of the job, with the price of a node."""
         return self.prediction.cost(price_per_hour, self.num_nodes)
 
-    def describe(self, price_per_hour: float | None = None, currency: str = "USD") -> str:
+    def describe(self, price_per_hour: float | None = None, currency: str = CURRENCY) -> str:
         plan, workload, found = self.plan, self.plan.workload, self.prediction
         of_each = f", on each of {self.num_actors} actors" if self.num_actors > 1 else ""
         lines = [

@@ -15,7 +15,7 @@ from raymoe.plan.work import Operation, StepLoad
 from raymoe.schedule.graph import Op, Resource
 from raymoe.specs.files import expanded, from_plain, open_regular, parse_json_object, to_json
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.units import MIB, format_bytes
+from raymoe.units import CURRENCY, MIB, format_bytes
 
 FORMAT = 2  # format version of all status files
 
@@ -203,7 +203,7 @@ class JobStatus:
     error_groups: tuple[ErrorGroup, ...] = ()
     former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
-    currency: str = "USD"
+    currency: str = CURRENCY
     settings: Pairs = ()
 
     @property

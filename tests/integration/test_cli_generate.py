@@ -226,6 +226,8 @@ def refused(capfd, *arguments):
         (("--sampling-params", "{"), "--sampling-params is not JSON"),
         (("--dtype", "int3"), "dtype is 'int3'"),
         (("--input", "absent.jsonl"), "no file that ends in"),
+        (("--price-per-hour", "nan"), "--price-per-hour is nan; it takes 0 to"),
+        (("--currency", "a" * 9), "--currency is 'aaaaaaaaa'; it takes a name"),
         (("--retry-errors",), "--retry-errors needs --resume"),
         (("--prompt-template", "{{ promt }}"), "column in --prompt-template 'promt'; did you mean"),
         (("--prompt-template", "x", "--prompt-column", "id"), "contradict each other"),
