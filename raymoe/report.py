@@ -33,7 +33,7 @@ from raymoe.schedule.draw import draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.files import PRIVATE_FILE, kind_problem, open_regular, write_file
-from raymoe.status_view import ActorView, JobView, measured_over_predicted
+from raymoe.status_view import HOW_TO_RESUME, ActorView, JobView, measured_over_predicted
 from raymoe.units import format_money, format_seconds
 
 MARK = "<!-- a report of raymoe -->"
@@ -394,7 +394,7 @@ def _notes(view: JobView, *, has_samples: bool) -> Iterator[str]:
     """What a reader should know before the numbers."""
     reason = "" if view.job is None else _reason(view.job.reason, has_samples=has_samples)
     said = [f"{view.state.capitalize()}: {reason}."] if reason else []
-    said += ["The same command with --resume goes on from here."] if view.can_resume else []
+    said += [HOW_TO_RESUME] if view.can_resume else []
     if said:
         yield paragraph(" ".join(said))
     if view.former.num_runs:

@@ -25,6 +25,7 @@ from raymoe.units import format_seconds
 
 LOST_S = 30.0  # writers update every 2 s
 LOST, UNKNOWN = "lost", "unknown"
+HOW_TO_RESUME = "The same command with --resume goes on from here."
 UNKNOWN_RUNS = FormerRuns(elapsed_s=None, node_s=None)
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6

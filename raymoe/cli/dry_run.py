@@ -18,12 +18,12 @@ from raymoe.data.workload import SAMPLED_ROWS, resized, workload_of
 from raymoe.engine.tokenizer import Room, Text, Tokenizer
 from raymoe.errors import RaymoeError
 from raymoe.memory.checkpoint import find_model
+from raymoe.report import cut
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 
 NUM_ROWS = 3
-MAX_CHARACTERS = 2000  # of a prompt or answer, half of them from its end
 RULE = "-" * 4
 
 
@@ -105,10 +105,10 @@ class _Prompts:
         except RaymoeError:  # the row's answer says it
             return
         yield f"{RULE} prompt of {num_tokens:,} tokens"
-        yield _cut(text)
+        yield cut(text)
         for continuation in request.continuations or ():
             yield f"{RULE} continuation"
-            yield _cut(str(continuation))
+            yield cut(str(continuation))
 
     def close(self) -> None:
         self._tokenizer.close()
@@ -117,12 +117,12 @@ class _Prompts:
 def _answer(job: Job, row: Mapping[str, Any]) -> Iterator[str]:
     if row[ERROR_COLUMN]:
         yield f"{RULE} error row"
-        yield _cut(row[ERROR_COLUMN])
+        yield cut(row[ERROR_COLUMN])
         return
     if "generated_text" not in row:
         added = output_columns(job.model, job.options).names - {ERROR_COLUMN}
         yield f"{RULE} answer"
-        yield from (f"{name}: {_cut(str(row[name]))}" for name in row if name in added)
+        yield from (f"{name}: {cut(str(row[name]))}" for name in row if name in added)
         return
     texts: Sequence[str] = row.get(SAMPLES_COLUMN) or [row["generated_text"]]
     for number, text in enumerate(texts):
@@ -130,14 +130,7 @@ def _answer(job: Job, row: Mapping[str, Any]) -> Iterator[str]:
         length = "" if number else f" of {row['num_generated_tokens']:,} tokens"
         ended = "" if number else f", finish_reason {row['finish_reason']}"
         yield f"{RULE} answer{of_all}{length}{ended}"
-        yield _cut(text)
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+        yield cut(text)
 
 
 def _prediction(job: Job, workload: Workload | None) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 from raymoe.cli.progress import cost_text, error_lines, time_text
 from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
-from raymoe.status_view import LOST, ActorView, JobView, ago, measured_over_predicted
+from raymoe.status_view import HOW_TO_RESUME, LOST, ActorView, JobView, ago, measured_over_predicted
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0
@@ -106,7 +106,7 @@ def _lines(view: JobView) -> Iterator[str]:
     if view.job is not None and view.job.reason:
         yield f"reason: {view.job.reason}"
     if view.can_resume:
-        yield "The same command with --resume goes on from here."
+        yield HOW_TO_RESUME
 
 
 def _state_parts(view: JobView) -> Iterator[str]:

@@ -53,10 +53,6 @@ class Prediction:
         )
 
     @property
-    def total_s(self) -> float:
-        return self.loading_s + self.running_s + self.writing_s
-
-    @property
     def verb(self) -> str:
         return "generate" if self.generates else "read"
 
