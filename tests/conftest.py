@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is no failure: no test asserts on the clock.
     settings.register_profile("raymoe", deadline=None)
     settings.load_profile("raymoe")
+    # A Ray that a test killed, or somebody else's, leaves the file of the current cluster behind.
+    os.environ["RAY_ADDRESS"] = "local"
     # Files in their order: those that wait for Ray come early and do not end the run alone.
     config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):  # what starts the workers, or has none
