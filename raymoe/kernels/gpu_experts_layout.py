@@ -244,6 +244,9 @@ BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # lower bounds of tokens per exp
 _MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 128, 32
 # Compute capability. Triton no longer uses the tensor cores of Turing and Volta (3.9 warns).
 TENSOR_CORES_SINCE = (8, 0)
+# Compute capabilities 9.0 and 10.0, Hopper and Blackwell of data centres, have 227 KiB of shared
+# memory for a tile, the others 99 or 163.
+_WITH_227_KIB = (9, 10)
 
 
 class TileKey(NamedTuple):
@@ -278,7 +281,7 @@ class TileTable:
     def shape(self, layout: MatrixLayout, tokens_per_expert: float) -> TileShape:
         key = key_of(layout, tokens_per_expert)
         found = self.chosen.get(key)
-        return default_shape(key.bucket, self.capability) if found is None else found
+        return default_shape(layout, key.bucket, self.capability) if found is None else found
 
     def to_json(self) -> list[dict[str, Any]]:
         return [{**key._asdict(), **asdict(shape)} for key, shape in self.chosen.items()]
@@ -312,30 +315,44 @@ def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:
     return TileKey(f"{layout.kind} {unit} {layout.unit_inputs}x{layout.unit_outputs}", bucket)
 
 
-def default_shape(bucket: int, capability: tuple[int, int]) -> TileShape:
-    """Return the tile for keys without a measurement: about the usual rows per expert, 16 to 128.
+def default_shape(layout: MatrixLayout, bucket: int, capability: tuple[int, int]) -> TileShape:
+    """Return the tile for keys without a measurement.
 
-    On Turing, Triton multiplies without tensor cores, from registers: 16 or 32 rows.
+    With 128 rows it depends on format and card: `bench/RESULTS.md`, "On a GPU", has rates of an
+    H200 and counts of FP8's machine code for 8.6 and 8.9.
     """
-    is_turing = capability < TENSOR_CORES_SINCE
-    rows = min(max(2 * bucket, _MIN_ROWS), _MAX_ROWS_OF_TURING if is_turing else _MAX_ROWS)
-    return TileShape(
-        outputs=_MIN_OUTPUTS,
-        rows=rows,
-        warps=8 if rows == _MAX_ROWS else 4,
-        stages=2 if is_turing else 3,
+    rows = _rows(bucket, capability)
+    if capability < TENSOR_CORES_SINCE:
+        return TileShape(outputs=_MIN_OUTPUTS, rows=rows, warps=4, stages=2)
+    shape = TileShape(
+        outputs=_MIN_OUTPUTS, rows=rows, warps=8 if rows == _MAX_ROWS else 4, stages=3
     )
+    if rows < _MAX_ROWS or layout.unit == torch.float32:
+        return shape
+    has_227_kib = capability[0] in _WITH_227_KIB
+    if layout.kind == "e4m3":
+        return replace(shape, rows=rows if has_227_kib else rows // 2, warps=4)
+    return replace(shape, outputs=2 * _MIN_OUTPUTS) if has_227_kib else shape
 
 
-def candidate_shapes(bucket: int, capability: tuple[int, int]) -> list[TileShape]:
-    default = default_shape(bucket, capability)
+def _rows(bucket: int, capability: tuple[int, int]) -> int:
+    """About the tokens of an expert: twice the bucket's lower bound up to 64, then that bound."""
+    if capability < TENSOR_CORES_SINCE:
+        return min(max(2 * bucket, _MIN_ROWS), _MAX_ROWS_OF_TURING)
+    return max(min(2 * bucket, 64), min(bucket, _MAX_ROWS), _MIN_ROWS)
+
+
+def candidate_shapes(
+    layout: MatrixLayout, bucket: int, capability: tuple[int, int]
+) -> list[TileShape]:
+    default, rows = default_shape(layout, bucket, capability), _rows(bucket, capability)
     stages = (default.stages,) if capability < TENSOR_CORES_SINCE else (2, 3, 4)
     others = [
-        TileShape(outputs=outputs, rows=rows, warps=warps, stages=count)
+        TileShape(outputs=outputs, rows=count, warps=warps, stages=depth)
         for outputs in (_MIN_OUTPUTS, 2 * _MIN_OUTPUTS)
-        for rows in sorted({max(default.rows // 2, _MIN_ROWS), default.rows})
+        for count in sorted({max(rows // 2, _MIN_ROWS), rows})
         for warps in (4, 8)
-        for count in stages
+        for depth in stages
     ]
     return [default, *(shape for shape in others if shape != default)]
 

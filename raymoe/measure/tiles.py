@@ -63,7 +63,7 @@ def measure_tiles(
         routing = balanced_routing(len(hidden_TH), matrices.num_experts, top_k, hidden_TH.device)
         keys = {key_of(layout, bucket) for layout in layouts}
         seconds: dict[TileShape, float] = {}
-        for shape in candidate_shapes(bucket, tiles.capability):
+        for shape in candidate_shapes(layouts[0], bucket, tiles.capability):
             experts = make(_with(tiles, dict.fromkeys(keys, shape)))
             try:
                 seconds[shape] = time_call(partial(experts, hidden_TH, *routing))

@@ -33,7 +33,7 @@ POINTERS = {
     torch.int64: "*i64",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-TOKENS_PER_EXPERT = (1, 64)  # decoding little, and as many as a tile has room for
+TOKENS_PER_EXPERT = (1, 64, 128)  # decoding little, and each larger default tile
 PRODUCTS = re.compile(r"\b(wgmma\.mma_async\S*|mma\.sync\S*|fma\.rn\.f32)")
 
 

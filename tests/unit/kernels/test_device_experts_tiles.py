@@ -20,6 +20,8 @@ PLAIN = MatrixLayout(kind="plain", shape=(64, 64), unit=torch.float16, code_stri
 WORDS = MatrixLayout(
     kind="int4", shape=(64, 64), unit=torch.int32, unit_inputs=8, code_strides=(8, 1)
 )
+FP8 = MatrixLayout(kind="e4m3", shape=(64, 64), unit=torch.uint8, code_strides=(64, 1))
+FLOAT32 = MatrixLayout(kind="plain", shape=(64, 64), unit=torch.float32, code_strides=(64, 1))
 MEASURED = TileShape(outputs=128, rows=32, warps=8, stages=4)
 CAPABILITIES = [(7, 5), (8, 0), (8, 9), (9, 0)]
 
@@ -34,8 +36,32 @@ def test_a_key_is_the_format_and_the_bucket_below() -> None:
 def test_what_was_measured_goes_before_the_default() -> None:
     table = TileTable(capability=(8, 9), chosen={key_of(WORDS, 64): MEASURED})
     assert table.shape(WORDS, 100) == MEASURED
-    assert table.shape(WORDS, 128) == default_shape(128, (8, 9))
-    assert table.shape(PLAIN, 100) == default_shape(64, (8, 9))
+    assert table.shape(WORDS, 128) == default_shape(WORDS, 128, (8, 9))
+    assert table.shape(PLAIN, 100) == default_shape(PLAIN, 64, (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("layout", "bucket", "capability", "tile"),
+    [
+        (PLAIN, 1024, (7, 5), (64, 32, 4)),
+        (PLAIN, 1024, (8, 0), (64, 128, 8)),
+        (WORDS, 1024, (8, 9), (64, 128, 8)),
+        (FP8, 1024, (8, 9), (64, 64, 4)),
+        (PLAIN, 128, (9, 0), (128, 128, 8)),
+        (WORDS, 128, (9, 0), (128, 128, 8)),
+        (FP8, 128, (9, 0), (64, 128, 4)),
+        (FLOAT32, 1024, (9, 0), (64, 128, 8)),
+        (WORDS, 1024, (12, 0), (64, 128, 8)),
+        (WORDS, 64, (9, 0), (64, 64, 4)),
+        (WORDS, 16, (9, 0), (64, 32, 4)),
+        (PLAIN, 1, (8, 0), (64, 16, 4)),
+    ],
+)
+def test_default_tiles_of_formats_and_cards(
+    layout: MatrixLayout, bucket: int, capability: tuple[int, int], tile: tuple[int, int, int]
+) -> None:
+    shape = default_shape(layout, bucket, capability)
+    assert (shape.outputs, shape.rows, shape.warps) == tile
 
 
 def test_a_table_survives_a_file() -> None:
@@ -46,8 +72,8 @@ def test_a_table_survives_a_file() -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_candidate_may_be_written_and_read(bucket: int, capability: tuple[int, int]) -> None:
-    shapes = candidate_shapes(bucket, capability)
-    assert shapes[0] == default_shape(bucket, capability)
+    shapes = candidate_shapes(WORDS, bucket, capability)
+    assert shapes[0] == default_shape(WORDS, bucket, capability)
     assert len(set(shapes)) == len(shapes)
     for shape in shapes:
         table = TileTable(capability=capability, chosen={TileKey("x", bucket): shape})

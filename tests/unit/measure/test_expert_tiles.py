@@ -64,7 +64,9 @@ class Recorded:
 
 def test_the_fastest_tile_that_fits_is_chosen_for_each_bucket() -> None:
     case, calls = ExpertCase(stored=Mxfp4(), hidden=64, wide=32), []
-    fastest = {1: candidate_shapes(1, (8, 9))[3], 64: candidate_shapes(64, (8, 9))[2]}
+    layout = case.matrices.layouts()[0]
+    fastest = {1: candidate_shapes(layout, 1, (8, 9))[3]}
+    fastest[64] = candidate_shapes(layout, 64, (8, 9))[2]
 
     def time_call(call: object) -> float:
         call()
@@ -84,7 +86,7 @@ def test_the_fastest_tile_that_fits_is_chosen_for_each_bucket() -> None:
     for layout in (gate_up, down):
         assert table.shape(layout, 1) == fastest[1]
         assert table.shape(layout, 64) == fastest[64]
-        assert table.shape(layout, 16) == default_shape(16, (8, 9))
+        assert table.shape(layout, 16) == default_shape(layout, 16, (8, 9))
     assert TABLE.chosen.items() <= table.chosen.items()
     assert all(shape.outputs == 64 for shape, _ in calls)
 
