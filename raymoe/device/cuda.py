@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -192,6 +193,23 @@ class CudaLane(Generic[StreamT, EventT]):
         self._worker.put(partial(self._run, call, after, mark))
         return mark
 
+    def run(self, call: Call) -> None:
+        """Call on the lane's thread in its stream; return when all of it is done."""
+        done: Future[None] = Future()
+
+        def job() -> None:
+            try:
+                with self._api.use(self.stream):
+                    call()
+                self._api.wait_stream(self.stream)
+            except BaseException as error:  # the caller gets it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._worker.put(job)
+        done.result()
+
     def close(self) -> None:
         if self._worker.close():
             self._api.wait_stream(self.stream)
@@ -248,12 +266,11 @@ class CudaDevice(Generic[StreamT, EventT]):
         self._copy_streams: list[StreamT] = []
         with starting_near(place):
             self._link = Link(self._runtime, self._new_copy_stream)
-        compute = CudaLane(Resource.GPU, driver, self._runtime, nearby)
-        self._compute_stream = compute.stream
+        self._compute = CudaLane(Resource.GPU, driver, self._runtime, nearby)
         self.lanes: Mapping[Resource | Op, Lane] = MappingProxyType(
             {
                 **self._link.lanes,
-                Resource.GPU: compute,
+                Resource.GPU: self._compute,
                 Resource.CPU: ThreadLane(Resource.CPU, context=driver.thread_context),
                 Resource.HOST_COPY: ThreadLane(Resource.HOST_COPY, context=nearby),
             }
@@ -270,9 +287,13 @@ class CudaDevice(Generic[StreamT, EventT]):
         except torch.OutOfMemoryError as error:
             raise self._no_room(num_bytes, purpose) from error
 
-    def reserve(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, compile_kernels: Callable[[], object]) -> None:
+        def start() -> None:
+            self._driver.reserve(num_bytes)
+            compile_kernels()
+
         try:
-            self._driver.reserve(num_bytes, self._compute_stream)
+            self._compute.run(start)
         except torch.OutOfMemoryError as error:
             raise self._no_room(num_bytes, "intermediates") from error
 

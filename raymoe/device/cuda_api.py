@@ -89,8 +89,8 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
             torch.OutOfMemoryError: The device has not that much left.
         """
 
-    def reserve(self, num_bytes: int, stream: StreamT) -> None:
-        """Reserve memory for allocations by operations on a stream; raises like `allocate`."""
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve memory for allocations of this thread in its stream; raises like `allocate`."""
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         """Allocate page-locked host memory, uint8."""
@@ -206,13 +206,16 @@ class TorchCuda:
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def reserve(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
-        """Allocate and free one piece on the stream.
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate and free one piece in the current stream.
 
-        torch keeps it for later allocations on that stream, so that no step calls cudaMalloc.
+        torch keeps it for later allocations in that stream, so that no step calls cudaMalloc. From
+        the first product of a thread in a stream on, torch keeps a workspace for cuBLAS too: a
+        product before gives it memory of its own, so that it does not split the piece.
         """
-        with self.use(stream):
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        square = torch.ones(16, 16, dtype=torch.float16, device=self.device)
+        torch.mm(square, square)
+        torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

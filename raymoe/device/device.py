@@ -102,8 +102,8 @@ class Device(Protocol):
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for allocations during steps; call it before the first step.
+    def prepare(self, num_bytes: int, compile_kernels: Callable[[], object]) -> None:
+        """Reserve memory for allocations during steps, and compile kernels where steps run.
 
         Raises:
             CapacityError: There is not that much.

@@ -123,8 +123,8 @@ class EmulatedDevice:
         """Do nothing."""
 
     @staticmethod
-    def reserve(num_bytes: int) -> None:
-        """Do nothing."""
+    def prepare(num_bytes: int, compile_kernels: Callable[[], object]) -> None:
+        """Do nothing: no kernel has to be compiled."""
 
     @staticmethod
     def memory_near() -> AbstractContextManager[None]:

@@ -30,5 +30,7 @@ def clear_frames(error: BaseException | None, outer: BaseException | None = None
 def return_memory() -> None:
     """Return freed memory to the system and the GPU; allocators keep it for later requests."""
     if torch.cuda.is_initialized():
+        # Those of cuBLAS belong to streams of engines that are closed, and hold all of a segment.
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
         torch.cuda.empty_cache()
     trim_heap()

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,10 +69,13 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
 from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
-from raymoe.units import format_bytes
+from raymoe.units import MIB, format_bytes
 
 NewArena = Callable[[int], HostArena]
 EVERYTHING = 1 << 62  # bytes: more than any model
+# Of `DEVICE_RUNTIME_BYTES`, which a plan counts: what compiling kernels takes besides a workspace.
+COMPILE_BYTES = 256 * MIB
+FLOAT32_BYTES = 4
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 
@@ -134,9 +138,11 @@ def load_on_device(
     if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
         steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
     memory = _load_memory(replace(model, steps=steps), weights, device)
-    _compile(model, memory.decoders[0], steps.launch_tokens, device)
-    device.reserve(model.workspace_bytes)
     device.synchronize()
+    device.prepare(
+        model.workspace_bytes,
+        partial(_compile, model, memory.decoders[0], steps.launch_tokens, device.torch_device),
+    )
     division = Division(
         cpu_attention_fraction=steps.cpu_attention_fraction, staged_blocks=steps.staged_blocks
     )
@@ -312,9 +318,11 @@ def load_resident(
         num_slots=policy.num_state_slots,
     )
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
-    _compile(model, decoder, model.steps.policy.max_num_batched_tokens, device)
-    device.reserve(model.workspace_bytes)
     device.synchronize()
+    max_tokens = model.steps.policy.max_num_batched_tokens
+    device.prepare(
+        model.workspace_bytes, partial(_compile, model, decoder, max_tokens, device.torch_device)
+    )
     runner = ResidentStepRunner(decoder, cache, layouts, device, before_step=before_step)
 
     def release() -> None:
@@ -323,10 +331,13 @@ def load_resident(
     return runner, release
 
 
-def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
+def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: torch.device) -> None:
     """Compile the kernels of all steps on a GPU."""
-    if device.torch_device.type != "cuda":
+    if device.type != "cuda":
         return
+    # What steps have buffers for is allocated here: hidden states, and sums in float32.
+    token_bytes = model.spec.hidden_size * (model.dtype.itemsize + FLOAT32_BYTES)
+    max_tokens = min(max_tokens, COMPILE_BYTES // token_bytes)
 
     def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:
         decoder.local_ffn(layer, hidden_TH, routing)
@@ -336,12 +347,8 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: Devi
             group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
             decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
 
-    compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device.torch_device)
-    compile_attention(
-        decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device.torch_device
-    )
-    device.synchronize()
-    torch.cuda.empty_cache()  # what the calling thread's stream holds, the lanes cannot use
+    compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device)
+    compile_attention(decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device)
 
 
 def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:

@@ -20,6 +20,7 @@ from raymoe.device.cuda import RESERVE_BYTES, check_cuda
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.engine.loading import find_node
+from raymoe.engine.release import return_memory
 from raymoe.measure.gpu import make_copies, seconds_on_stream
 from raymoe.measure.profile import obtain_profile
 from raymoe.memory.arena import ReusedMemory
@@ -158,8 +159,8 @@ def cap_device(device: str, memory_bytes: int) -> None:
 def free_device(device: str) -> None:
     """Give back what an engine left in torch's allocator, and begin to count its peak anew."""
     gc.collect()
+    return_memory()
     if device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -50,7 +50,7 @@ class DeferredCuda(FakeCuda):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def reserve(self, num_bytes: int, stream: FakeStream) -> None:
+    def reserve(self, num_bytes: int) -> None:
         self.allocate(num_bytes)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
