@@ -405,7 +405,7 @@ DETOUR = 1.1
 # A job is given up if the larger half of its steps exceed their lower bounds so much that with all
 # like them it would take this much longer than the best.
 LIKELY = 1.05
-MIN_SAMPLES = 1.001  # walk the axes again only after a gain above this
+MIN_GAIN_FACTOR = 1.001  # walk the axes again only after a gain above this
 
 
 def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
@@ -501,7 +501,7 @@ class DeviceSearch:
     def refined(self, start: SearchPoint) -> "Candidate | None":
         """The best point near the end of a walk, with exact sizes where these are faster."""
         end, before = self.faster(start), None
-        while end and (before is None or before.seconds >= MIN_SAMPLES * end.seconds):
+        while end and (before is None or before.seconds >= MIN_GAIN_FACTOR * end.seconds):
             before = end
             for search_point in finer(before.search_point):
                 end = self.faster(search_point, end.seconds) or end
@@ -515,7 +515,7 @@ class DeviceSearch:
             for axis in AXES:
                 for search_point in grid.around(best.search_point if best else start, axis):
                     best = self.faster(search_point, best.seconds if best else max_s) or best
-            if best is None or (before and before.seconds < MIN_SAMPLES * best.seconds):
+            if best is None or (before and before.seconds < MIN_GAIN_FACTOR * best.seconds):
                 return best
 
 
