@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raymoe.errors import ConfigError, UnknownOptionError
-from raymoe.specs.files import expanded
+from raymoe.specs.files import MAX_TOKEN_ID, expanded
 from raymoe.structured import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
-MAX_TOKEN_ID = 2**31 - 1
 MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 

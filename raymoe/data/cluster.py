@@ -15,7 +15,7 @@ from raymoe.data.address import check_address
 from raymoe.data.callbacks import register_callback
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import InfeasiblePlanError
-from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
+from raymoe.specs.hardware import HARDWARE_PRESETS, USABLE_FRACTION, HardwareSpec
 from raymoe.units import GB, ceil_div, format_bytes, format_seconds
 
 try:
@@ -25,7 +25,6 @@ except ImportError as error:
         "raymoe.map_batches_kwargs needs Ray Data: pip install 'ray[data]>=2.60,<2.64'"
     ) from error
 
-MEMORY_FRACTION = 0.85  # of a node's memory: Ray kills processes of a node that is 95 % full
 # Typical rates of a core; they affect the sizes of a plan, never results.
 CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
 # Prompts and answers need little; Ray's default of 30 % of the memory would shrink the KV cache.
@@ -103,7 +102,7 @@ class Cluster:
             return None
         actors_per_node = self.actors_per_node(num_actors) * (self.num_generators or 1)
         cores = max(1, int(self.num_cpus / self.num_nodes) // actors_per_node)
-        memory_bytes = MEMORY_FRACTION * self.memory_bytes / self.num_nodes / actors_per_node
+        memory_bytes = USABLE_FRACTION * self.memory_bytes / self.num_nodes / actors_per_node
         host = HardwareSpec(
             name="a node of the cluster",
             num_cores=cores,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from raymoe.data.journal import KEY_BYTES, open_private
+from raymoe.data.journal import KEY_BYTES, NOBODY, open_private
 from raymoe.engine.outputs import Generation
 from raymoe.errors import CheckpointError, ExecutionError
 from raymoe.specs.files import open_regular
@@ -29,7 +29,6 @@ IN_FLIGHT, DEATH, SUFFIX = "inside-", "death-", ".rows"
 ENTERED, ALONE, LEFT = b"E", b"A", b"L"
 REWRITE_BYTES = MIB  # a file of this size is rewritten with only the rows in flight
 _RECORD_BYTES = 1 + KEY_BYTES
-_NOBODY = bytes(KEY_BYTES)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class InFlightFile:
         file = open_private(temporary, flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            told = _pack(LEFT, [_NOBODY] if self._has_finished else [])
+            told = _pack(LEFT, [NOBODY] if self._has_finished else [])
             told += _pack(ENTERED, self._in_flight.elements())
             _write_all(file, MAGIC + told)
             # Other processes see the file only now: locked, and whole.

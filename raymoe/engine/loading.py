@@ -57,6 +57,7 @@ from raymoe.specs.differences import differences_of
 from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
 from raymoe.specs.hardware import (
     HARDWARE_PRESETS,
+    USABLE_FRACTION,
     HardwareSpec,
     MeasuredNode,
     find_hardware,
@@ -113,7 +114,6 @@ def check_available(
     )
 
 
-MEMORY_FRACTION = 0.85  # of available memory: Ray kills processes of a node that is 95 % full
 EMULATED_BY_DEFAULT = "t4"
 LANE_CORES = 2  # for threads that launch kernels and copies
 
@@ -247,7 +247,7 @@ def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
 
 
 def _budget(settings: Settings) -> int:
-    available = int(read_host().available_memory_bytes * MEMORY_FRACTION)
+    available = int(read_host().available_memory_bytes * USABLE_FRACTION)
     return settings.host_memory_bytes or available
 
 

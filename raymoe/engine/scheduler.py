@@ -34,7 +34,7 @@ from raymoe.memory.prefixes import (
     no_salt,
     prefix_keys,
 )
-from raymoe.plan.job import SteadyAdmission
+from raymoe.plan.job import MEAN_WASTE, SteadyAdmission
 from raymoe.plan.policy import Policy
 
 HISTORY = 1024  # finished rows that are remembered
@@ -154,7 +154,6 @@ def _count_admissible(
 
 MIN_CANDIDATES = 256  # for one step; twice as many as joined the one before, where that is more
 LOOK_AHEAD = 4  # samples looked at for each candidate: some wait for the prompt of another
-MEAN_WASTE = BLOCK_TOKENS // 2  # tokens that a last block could still take, on average
 RESERVED_FRACTION = 64  # one block of so many stays free for growth that no forecast saw
 TYPICAL_ROWS = 256  # whose lengths set the rate of admission
 # While no length is known, one in so many sequences may start at once: they show how long rows are.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix
+from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Clamp,
@@ -30,7 +31,6 @@ OLDEST_CAPABILITY = (7, 5)
 # Per expert: a T4 computes 8.1 TFLOP/s without tensor cores, which balances 16-bit weights at 320
 # GB/s at about as many tokens. From the data sheet, not measured.
 MAX_SMALL_BATCH_TOKENS = 16
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def make_device_experts(
@@ -97,7 +97,7 @@ def grouped_experts_are_used(
     and the clamped product, and if all experts of the layer are stored the same way.
     """
     device = matrices.device
-    if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
+    if device.type != "cuda" or find_spec("triton") is None or dtype not in FLOAT_DTYPES:
         return False
     if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return False

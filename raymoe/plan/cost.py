@@ -18,7 +18,7 @@ from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 
 # Rows at which a matrix product reaches half of its peak beyond the memory bound: packed bfloat16
 # experts reach 0.93 of their best rate at 64 rows and 0.98 at 256.
-HALF_EFFICIENCY_ROWS = 5.0
+HOST_HALF_EFFICIENCY_ROWS = 5.0
 # Interpreter time of a task outside its kernels, on nodes where it was not measured.
 TASK_OVERHEAD_S = 50e-6
 
@@ -134,7 +134,7 @@ class HostCost:
         flop = 2 * rows * parameters
         if curve is not None:
             return flop / curve.at(rows)
-        efficiency = rows / (rows + HALF_EFFICIENCY_ROWS)
+        efficiency = rows / (rows + HOST_HALF_EFFICIENCY_ROWS)
         return self.roof_s(flop / efficiency, self.work.bytes_per_element * parameters)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.cost import state_s
+from raymoe.plan.cost import HOST_HALF_EFFICIENCY_ROWS, state_s
 from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
@@ -24,9 +24,7 @@ from raymoe.units import ceil_div
 
 # Rows at which a GPU matrix product reaches half of its best rate beyond the memory bound; gives
 # 0.94 at 2^10 tokens per expert, where MoE-Gen, figure 3, finds the GPU saturated.
-HALF_EFFICIENCY_ROWS = 64.0
-# The same for experts that cores compute (`cost.HALF_EFFICIENCY_ROWS`).
-HOST_HALF_EFFICIENCY_ROWS = 5.0
+GPU_HALF_EFFICIENCY_ROWS = 64.0
 # Elements of quantised experts that a core decodes before it multiplies.
 DECODED_ELEMENTS_PER_CORE_S = 1e8
 # Share of host read bandwidth: our attention kernel reads KV at 0.84 to 0.93 (README, Results).
@@ -174,7 +172,7 @@ class DeviceRates:
             return 0.0
         if measured is not None:
             return 2 * rows * weights.parameters / measured.at(rows)
-        flop = 2 * (rows + HALF_EFFICIENCY_ROWS) * weights.parameters
+        flop = 2 * (rows + GPU_HALF_EFFICIENCY_ROWS) * weights.parameters
         return self.roof_s(Resource.GPU, flop, weights.num_bytes)
 
     @property

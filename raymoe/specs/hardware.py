@@ -289,7 +289,7 @@ def _check_positive(spec: object, fields: Iterable[str]) -> None:
             )
 
 
-USABLE_FRACTION = 0.85
+USABLE_FRACTION = 0.85  # of host memory: Ray kills processes of a node that is 95 % full
 GPU_READ_FRACTION = 0.75
 GPU_PRODUCT_FRACTION = 0.65
 NUM_COPIES = 3
