@@ -1,4 +1,4 @@
-"""Plans with experts on the cores, measured: `python -m tests.scale.bench_cores [ROWS ...]`.
+"""Plans with experts on the cores, measured: `python -m tools.bench_cores [ROWS ...]`.
 
 Models shaped like Qwen3-235B and gpt-oss, scaled to one core, which computes attention and experts
 for real. The link copies for real, at the pace that the A5000 preset has relative to its host. The

@@ -1,4 +1,4 @@
-"""Rows of a hybrid with and without a common prefix: `python -m tests.scale.bench_prefixes`.
+"""Rows of a hybrid with and without a common prefix: `python -m tools.bench_prefixes`.
 
 A random Qwen3-Next in float32 on the CPU. Prompts are equally long: those without a common prefix
 differ in their first token. Runs alternate; a line has the prompt tokens computed, the median and

@@ -1,4 +1,4 @@
-"""Scans of Gated DeltaNet beside torch functions: `python -m tests.scale.bench_states`.
+"""Scans of Gated DeltaNet beside torch functions: `python -m tools.bench_states`.
 
 The functions are those of transformers, sizes those of Qwen3.5-35B-A3B. Calls alternate, with the
 same number of threads; a line has the median and the best seconds of each and the ratio of the

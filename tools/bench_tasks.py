@@ -1,4 +1,4 @@
-"""What scoring costs: `python -m tests.scale.bench_tasks memory|speed`.
+"""What scoring costs: `python -m tools.bench_tasks memory|speed`.
 
 `memory`: resident memory after 1,000 and 10,000 documents through one `MoEGenerator`.
 `speed`: tokens per second of scoring documents and of the prefill of generation (`max_tokens=1`),

@@ -1,4 +1,4 @@
-"""How fast are structured outputs? `python -m tests.scale.bench_structured compile|rows|hostile`.
+"""How fast are structured outputs? `python -m tools.bench_structured compile|rows|hostile`.
 
 `compile`: CPU time of seven schemas with a synthetic vocabulary, and of their bitmasks.
 `rows`: tokens per second of rows with a schema of 20 fields, on the trained demo model or, with

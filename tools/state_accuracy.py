@@ -1,4 +1,4 @@
-"""States in bfloat16 against float32: `python -m tests.scale.state_accuracy`.
+"""States in bfloat16 against float32: `python -m tools.state_accuracy`.
 
 Random models of Gated DeltaNet and Mamba-2 see the same random tokens. Their decays are those that
 the authors' code begins with: A of 0 to 16 and steps of time of 0.001 to 0.1, so that the slowest

@@ -1,4 +1,4 @@
-"""Rank nodes for five models: `python -m tests.scale.rank_nodes [--write]` prints two tables.
+"""Rank nodes for five models: `python -m tools.rank_nodes [--write]` prints two tables.
 
 It runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000 --max-context
 4096 --json` for each. The first table is that of docs/nodes.md, the second that of RESULTS.md, and
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "tests" / "data" / "published_models.json"
 PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 10_000_000
 MAX_CONTEXT = 4096

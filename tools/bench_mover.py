@@ -1,6 +1,6 @@
 """Shares of a link that movers reach while other threads want the interpreter.
 
-python -m tests.scale.bench_mover [--seconds 3]
+python -m tools.bench_mover [--seconds 3]
 
 The link is simulated and only takes the time, so its rate may exceed that of host memory. The
 movers, their packets and the lanes are those of a GPU. "pages" has all copies queued beforehand;
