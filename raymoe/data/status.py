@@ -30,7 +30,7 @@ Pairs = tuple[tuple[str, str], ...]
 PlainSpan = tuple[str, int, int, str, float, float]
 """Operation, layer, part, resource, start and end in seconds."""
 PlainOperation = tuple[str, float, float, float]
-"""Name, operations, bytes of device memory, bytes of host memory: `hrm.Operation`."""
+"""Name, operations, bytes of device memory, bytes of host memory: `plan.work.Operation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,12 +230,12 @@ def rate_unit(task: str) -> str:
 
 SUFFIX = ".status"
 JOB_FILE = "job.json"
-ACTOR_PREFIX, STEP_PREFIX = "actor-", "pass-"
+ACTOR_PREFIX, STEP_PREFIX = "actor-", "step-"
 JOURNAL_SUFFIX, REPORT_SUFFIX = ".journal", ".report.html"
 PARTS_SUFFIX = ".partial"  # of the directory beside an output of JSON lines that is not complete
 MANIFEST_SUFFIX = f".{MANIFEST_FILE}"
 MAX_FILE_BYTES = 16 * MIB
-OURS = re.compile(r"\.?(job|actor-[\w.-]+|pass-[\w.-]+)\.json(\.tmp)?", re.ASCII)
+OURS = re.compile(r"\.?(job|actor-[\w.-]+|step-[\w.-]+)\.json(\.tmp)?", re.ASCII)
 
 Record = TypeVar("Record", ActorStatus, JobStatus, StepRecord)
 

@@ -23,7 +23,7 @@ from raymoe.schedule.timeline import LinkUse, Timeline, report_line
 from raymoe.specs.workload import Workload
 from raymoe.units import format_seconds
 
-LEARNING_RATE = 0.1  # weight of the latest pass in the correction of its kind
+LEARNING_RATE = 0.1  # weight of the latest step in the correction of its kind
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RunReport:
 
     def __str__(self) -> str:
         line = report_line(self.predicted_s, self.measured_s, self.link)
-        return "; ".join((f"{self.num_steps} passes: {line}", *self.notes))
+        return "; ".join((f"{self.num_steps} steps: {line}", *self.notes))
 
 
 class MeasuredStep(NamedTuple):

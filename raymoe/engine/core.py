@@ -510,11 +510,9 @@ class EngineCore:
                 self._errors[slot] = error
         decoded = iter(decode_each(self._decode_all, windows)) if windows else iter(())
         found: dict[int, str | None] = {}
-        for (slot, finder), synchronized, text in zip(
-            finders.items(), decoded, decoded, strict=True
-        ):
+        for (slot, finder), before, text in zip(finders.items(), decoded, decoded, strict=True):
             try:
-                found[slot] = finder.find(_text(synchronized), _text(text))
+                found[slot] = finder.find(_text(before), _text(text))
             except Exception as error:
                 self._errors[slot] = error
         return found

@@ -297,7 +297,7 @@ class Engine:
 
     @property
     def last_timeline(self) -> Timeline | None:
-        """When each task of the latest pass ran."""
+        """When each task of the latest step ran."""
         return self._core.last_timeline
 
     @property

@@ -87,15 +87,15 @@ def read_digests(paths: Sequence[Path], caches: Sequence[Path]) -> dict[Path, st
         now_ns = time.time_ns()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "raymoe-digest") as pool:
             digests = list(pool.map(_digest, missing))
-        synchronized = {}
+        stable = {}
         for path, state, digest in zip(missing, states, digests, strict=True):
             if file_state(path) != state:
                 raise CheckpointError(f"{path}: has changed while it was read; load it again")
             status = path.stat()
             if max(status.st_mtime_ns, status.st_ctime_ns) + STABLE_NS < now_ns:
-                synchronized[state] = digest
-        if synchronized and cache is not None:
-            _write_cache(cache, synchronized)
+                stable[state] = digest
+        if stable and cache is not None:
+            _write_cache(cache, stable)
     return known | dict(zip(missing, digests, strict=True))
 
 

@@ -607,7 +607,7 @@ def _attention_shape(batch: AttentionBatch) -> AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What runs passes.
+    """What runs steps.
 
     Attributes:
         release: Gives everything back; called once, when nothing runs any more.

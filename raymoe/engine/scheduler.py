@@ -161,7 +161,7 @@ FIRST_ROWS = 16
 
 
 class StepScheduler:
-    """Turns waiting and live sequences into passes. The engine thread owns it.
+    """Turns waiting and live sequences into steps. The engine thread owns it.
 
     Every step holds one token of each sequence that decodes and, up to
     `policy.max_num_batched_tokens`, chunks of prompts: experts see more rows, so each token costs
@@ -203,7 +203,7 @@ class StepScheduler:
         self.table = SequenceTable(num_slots, max_model_len, policy.num_kv_blocks)
         self.forecast = LengthForecast()
         self.live: list[Sample | None] = [None] * num_slots
-        self.admitted: list[Sample] = []  # by the latest pass
+        self.admitted: list[Sample] = []  # by the latest step
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()
         self._coming = ComingPrefixes()

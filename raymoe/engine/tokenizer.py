@@ -48,13 +48,13 @@ class StopStrings:
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
         self._window = 0  # first token of the window
-        self._synchronized = 0  # tokens whose text is in `_text`
+        self._num_decoded = 0  # tokens whose text is in `_text`
         self._text = ""
 
     def push(self, token: int) -> tuple[list[int], list[int]]:
         """Add a token; return the windows, without and with new text, to decode for `find`."""
         self._tokens.append(token)
-        return self._tokens[self._window : self._synchronized], self._tokens[self._window :]
+        return self._tokens[self._window : self._num_decoded], self._tokens[self._window :]
 
     def find(self, stable_text: str, decoded: str) -> str | None:
         """Return the text before the first stop string, None while there is none."""
@@ -71,7 +71,7 @@ class StopStrings:
                 return found
         if visible == fresh:
             self._text += fresh
-            self._window, self._synchronized = self._synchronized, len(self._tokens)
+            self._window, self._num_decoded = self._num_decoded, len(self._tokens)
         return None
 
     def _find(self, begin: int, visible: str) -> str | None:

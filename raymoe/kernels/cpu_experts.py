@@ -67,7 +67,7 @@ class _PackedFfns:
     def __init__(
         self, gate_EFH: Matrices, up_EFH: Matrices, down_EHF: Matrices, allocate: Allocate
     ) -> None:
-        _check_duplicates(gate_EFH, up_EFH)
+        _check_stored_the_same(gate_EFH, up_EFH)
         num_experts = len(gate_EFH)
         self.expert_size, hidden_size = gate_EFH[0].shape
         gate_up, down = packing_of(gate_EFH[0]), packing_of(down_EHF[0])
@@ -181,7 +181,7 @@ def packed_experts_bytes(
     return num_experts * (expert_bytes + down_packing.linear_bytes(hidden_size, expert_size))
 
 
-def _check_duplicates(gate_EFH: Matrices, up_EFH: Matrices) -> None:
+def _check_stored_the_same(gate_EFH: Matrices, up_EFH: Matrices) -> None:
     for gate_FH, up_FH in zip(gate_EFH, up_EFH, strict=True):
         forms = [
             weight.format.name if isinstance(weight, StoredMatrix) else "plain"

@@ -1,6 +1,6 @@
 """Weights in pages: their places in host memory and on the device.
 
-The host holds every layer in the order of `specs.weight_parts`: quantised matrices as they are
+The host holds every layer in the order of `layer_parts`: quantised matrices as they are
 stored, the others in the type that the kernels read. Within a part, tensors of larger elements come
 first, so that all are aligned.
 
@@ -39,7 +39,7 @@ class LayerPaging:
 
     Attributes:
         page_bytes: Bytes of each page, in order; together the layer's streamed parts.
-        resident_parts: Names of the parts (`specs.weight_parts`) that stay on the device.
+        resident_parts: Names of the parts (`layer_parts`) that stay on the device.
         group_pages: The last pages, by group of experts; empty without groups.
     """
 

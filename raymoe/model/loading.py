@@ -393,7 +393,7 @@ class PagedLoader(Loader):
     """Loads parts whose weights are views of pages; operations read their contents when they run.
 
     Weights that form one matrix (queries, keys, values) must be adjacent in memory, as
-    `specs.weight_parts` orders them.
+    `specs.layer_weights.layer_parts` orders them.
     """
 
     def __init__(

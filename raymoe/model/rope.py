@@ -4,7 +4,7 @@ T tokens, P rows of a table, R half of the rotated dimensions, S different lengt
 
 With two scalings the angle of a position depends on the length of its sequence. `dynamic` stretches
 the base once the sequence is longer than `max_position_embeddings`; `longrope` changes to other
-divisors beyond `original_max_tokens`. transformers uses the length at the moment of a forward pass,
+divisors beyond `original_max_tokens`. transformers uses the length at the moment of a forward call,
 and cached keys keep their rotation. For a row that is generated alone, prompt tokens are thus
 rotated for the length of the prompt, and each later token for its own position plus one. This
 module defines the same: `rope_length = max(prompt_tokens, position + 1)`, which does not depend on

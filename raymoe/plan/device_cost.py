@@ -27,7 +27,7 @@ from raymoe.units import ceil_div
 GPU_HALF_EFFICIENCY_ROWS = 64.0
 # Elements of quantised experts that a core decodes before it multiplies.
 DECODED_ELEMENTS_PER_CORE_S = 1e8
-# Share of host read bandwidth: our attention kernel reads KV at 0.84 to 0.93 (README, Results).
+# Share of host read bandwidth: our attention kernel reads KV at 0.84 to 0.93.
 CPU_ATTENTION_EFFICIENCY = 0.85
 # Share of the link's rate while the CPU reads KV: MoE-Lens, section 13, sees weights take 6 s
 # instead of 5 alongside 210 GB of KV, which that host reads in 1.9 s by the formulas here.

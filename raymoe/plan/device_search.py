@@ -411,7 +411,7 @@ MIN_GAIN_FACTOR = 1.001  # walk the axes again only after a gain above this
 def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
     """Starting points: VSLPipe, CGOPipe, large steps, module-based batching, resident weights.
 
-    VSLPipe uses its own step size; module-based batching splits attention (design, section 4.1);
+    VSLPipe uses its own step size; module-based batching splits attention;
     the last point has few sequences and leaves the device to the weights. The order is by the
     results of walks over random jobs, best first.
     """

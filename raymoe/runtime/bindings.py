@@ -237,7 +237,7 @@ class DeviceInputs:
 
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
-        logit_places_R: int64, tokens whose logits are wanted, in the order of the original pass.
+        logit_places_R: int64, tokens whose logits are wanted, in the order of the original step.
         staged: Of each micro-batch, the sequences for which the device attends.
     """
 

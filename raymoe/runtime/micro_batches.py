@@ -54,7 +54,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Tokens [begin, end) of the reordered pass: the host's share first, then the device's.
+    """Tokens [begin, end) of the reordered step: the host's share first, then the device's.
 
     Attributes:
         batch: All its sequences.
@@ -81,7 +81,7 @@ class CutStep:
     """A step in micro-batch order.
 
     Attributes:
-        order_T: int64, the token of the original pass at each place.
+        order_T: int64, the token of the original step at each place.
         micro-batches: As many as asked for; the last ones may be empty.
     """
 

@@ -90,7 +90,7 @@ class DeviceStepRunner:
         *,
         before_step: BeforeStep | None = None,
     ) -> None:
-        """Bind the schedules of `passes`.
+        """Bind the schedules of `steps`.
 
         Args:
             device: On whose lanes they run.
@@ -227,7 +227,7 @@ ALL_ON_DEVICE = Division(cpu_attention_fraction=0.0, staged_blocks=1 << 62)
 
 
 class ResidentStepRunner:
-    """Runs passes on the GPU lane of one device; only tokens and logits travel."""
+    """Runs steps on the GPU lane of one device; only tokens and logits travel."""
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
         assert engine.last_report is None
         engine.generate([[1, 2, 3]] * 4, {"max_tokens": 5, "ignore_eos": True})
     assert engine.last_report is not None
-    assert str(engine.last_report).startswith("5 passes: predicted ")
+    assert str(engine.last_report).startswith("5 steps: predicted ")
     assert engine.accuracy is not None
     assert set(engine.accuracy.correction.ratios) == {"decode", "prefill"}
 

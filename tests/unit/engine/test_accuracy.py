@@ -112,9 +112,7 @@ def test_a_run_is_reported_with_gap_and_busy_shares_and_then_forgotten() -> None
     assert report.busy_s == {Resource.GPU: pytest.approx(0.04), Resource.HTOD: pytest.approx(0.05)}
     assert report.busy_share(Resource.GPU) == pytest.approx(2 / 3)
     assert report.busy_share(Resource.CPU) == 0.0
-    assert str(report) == (
-        "2 passes: predicted 0.1 s, measured 0.06 s, gap -40.0 %, link busy 83 %"
-    )
+    assert str(report) == ("2 steps: predicted 0.1 s, measured 0.06 s, gap -40.0 %, link busy 83 %")
     accuracy.restart()
     assert accuracy.report == RunReport()
     assert accuracy.total == report

@@ -143,13 +143,13 @@ def test_what_is_no_file_is_named_and_hangs_nothing(tmp_path, hurried, name, kin
 
 def test_pipes_among_files_that_are_optional_are_passed_over(tmp_path, hurried):
     status = write(tmp_path / "answers.status", job=job())
-    for name in ("actor-a-1-b.json", "pass-a-1-b.json"):
+    for name in ("actor-a-1-b.json", "step-a-1-b.json"):
         os.mkfifo(status / name)
     found = read_status(status)
     assert found.job == job()
     assert [one.partition(": ")[2] for one in found.unreadable] == [
         f"{status / name}: is a pipe, not a file" for name in ("actor-a-1-b.json",
-        "pass-a-1-b.json")
+        "step-a-1-b.json")
     ]  # fmt: skip
     os.mkfifo(status / ".job.json.tmp")
     write_record(status / "job.json", job(num_rows=7))
