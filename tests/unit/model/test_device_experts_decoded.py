@@ -16,7 +16,7 @@ from raymoe.model.device_experts import (
 )
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
-from tests.unit.kernels.test_device_experts import FORMATS, error_of
+from tests.unit.kernels.test_gpu_experts import FORMATS, error_of
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ from raymoe.kernels.paged_kv import NEVER, LatentHeads
 from tests.native.attention_cases import BF16, FP16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
-from tests.unit.kernels.test_device_paged_attention import compute_of
+from tests.unit.kernels.test_gpu_attention import compute_of
 from tests.unit.kernels.test_latent_forms import SHAPES, exact, make
 
 pytest.importorskip("triton")
