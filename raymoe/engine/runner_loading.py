@@ -75,7 +75,6 @@ NewArena = Callable[[int], HostArena]
 EVERYTHING = 1 << 62  # bytes: more than any model
 # Of `DEVICE_RUNTIME_BYTES`, which a plan counts: what compiling kernels takes besides a workspace.
 COMPILE_BYTES = 256 * MIB
-FLOAT32_BYTES = 4
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
 
 
@@ -335,8 +334,8 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: torc
     """Compile the kernels of all steps on a GPU."""
     if device.type != "cuda":
         return
-    # What steps have buffers for is allocated here: hidden states, and sums in float32.
-    token_bytes = model.spec.hidden_size * (model.dtype.itemsize + FLOAT32_BYTES)
+    # Steps have buffers for hidden states and for sums in float32; here both are allocated.
+    token_bytes = model.spec.hidden_size * (model.dtype.itemsize + torch.float32.itemsize)
     max_tokens = min(max_tokens, COMPILE_BYTES // token_bytes)
 
     def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:

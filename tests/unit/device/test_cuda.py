@@ -1,6 +1,7 @@
 """The CUDA device on a GPU: memory, pinned copies, streams; without one, a clear refusal."""
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,11 +11,13 @@ import torch
 
 from raymoe.device.cuda import CudaDevice, check_cuda, open_cuda
 from raymoe.device.mover import Copies
+from raymoe.engine.release import return_memory
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.memory.arena import HostArena
 from raymoe.runtime.executor import LaneExecutor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.units import GIB, MIB
+from tests.unit.device.deferred_cuda import DeferredCuda
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -50,6 +53,37 @@ def test_why_there_is_no_gpu_is_said(tmp_path, monkeypatch, driver, cuda, visibl
         (tmp_path / "proc/driver/nvidia/version").write_text(driver)
     with pytest.raises(ConfigError, match=reason):
         check_cuda(root=tmp_path)
+
+
+def test_kernels_are_compiled_where_steps_run_after_memory_was_reserved() -> None:
+    cuda, seen = DeferredCuda(), []
+
+    def compile_kernels() -> None:
+        seen.append((threading.current_thread().name, cuda.is_in_stream, list(cuda.allocated)))
+
+    with closing(CudaDevice(cuda, GIB)) as device:
+        device.prepare(MIB, compile_kernels)
+        assert seen == [("raymoe-lane-gpu", True, [MIB])]
+        cuda.memory_bytes = MIB
+        with pytest.raises(CapacityError, match=r"no 2\.00 MiB left for intermediates"):
+            device.prepare(2 * MIB, compile_kernels)
+    assert len(seen) == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_was_reserved_comes_back_after_products_in_steps() -> None:
+    def multiply() -> None:
+        square = torch.ones(512, 512, device="cuda")
+        torch.mm(square, square)
+
+    return_memory()
+    before = torch.cuda.memory_reserved()
+    with closing(open_cuda(memory_bytes=GIB)) as device:
+        device.prepare(256 * MIB, multiply)
+        assert torch.cuda.memory_reserved() - before >= 256 * MIB
+    return_memory()
+    assert torch.cuda.memory_reserved() == before
 
 
 @pytest.mark.gpu
