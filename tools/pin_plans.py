@@ -1,7 +1,6 @@
-"""Print plans of random jobs, to the last digit: a change of them is on purpose, or a fault.
+"""Print plans of random jobs, to the last digit: compare the output of two commits.
 
-`python -m tools.pin_plans 200` prints a line for each job, in half an hour of a core; compare the
-output of two commits.
+`python -m tools.pin_plans 200` prints a line for each of 200 jobs.
 """
 
 import json
@@ -12,7 +11,7 @@ from tests.unit.plan.test_search_random import random_job
 
 
 def planned(number: int) -> dict[str, object]:
-    """What is decided and predicted for a job; numbers of which no rounding hides a change."""
+    """What is decided and predicted for a job, not rounded."""
     job = random_job(number)
     found: dict[str, object] = {"model": job.model.name, "node": job.node.name}
     try:
