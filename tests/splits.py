@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from raymoe.engine import runner_loading
-from raymoe.runtime.micro_batches import CutStep
+from raymoe.runtime.micro_batches import CutBatch
 
 
 def choose_splits(
@@ -14,10 +14,10 @@ def choose_splits(
 ) -> None:
     """Make engines take the split that `choose` gives for the number of splits, step by step."""
 
-    def of(_model: object, steps: object) -> Callable[[CutStep], int]:
+    def of(_model: object, steps: object) -> Callable[[CutBatch], int]:
         count = len(steps.splits)  # type: ignore[attr-defined]
 
-        def chosen(_cut: CutStep) -> int:
+        def chosen(_cut: CutBatch) -> int:
             split = choose(count)
             if seen is not None:
                 seen.append(split)

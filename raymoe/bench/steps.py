@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from raymoe.bench.workloads import RowLengths, make_prompts
@@ -19,7 +20,8 @@ from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import StepInputs, StepRun
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import StepRun
 from raymoe.runtime.executor import Bindings, LaneExecutor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
@@ -159,24 +161,23 @@ class StepRecorder:
         self._runner = runner
         self.steps: list[tuple[StepShape, Timeline]] = []
 
-    def run(self, inputs: StepInputs) -> StepRun:
-        timeline = yield from self._runner.run(inputs)
-        self.steps.append((shape_of(inputs), timeline))
+    def run(self, batch: InputBatch) -> StepRun:
+        timeline = yield from self._runner.run(batch)
+        self.steps.append((shape_of(batch), timeline))
         return timeline
 
 
-def shape_of(inputs: StepInputs) -> StepShape:
-    """Convert step inputs to cost-model numbers; a chunk of one token counts as decoding."""
-    batch = inputs.attention
-    num_scheduled_tokens = batch.query_start.diff().long()
-    contexts = batch.context_tokens.long()
+def shape_of(batch: InputBatch) -> StepShape:
+    """Convert a step to cost-model numbers; a chunk of one token counts as decoding."""
+    num_scheduled_tokens = batch.sequences.num_scheduled_tokens
+    contexts = batch.sequences.context_tokens.astype(np.int64)
     pairs = num_scheduled_tokens * (2 * contexts - num_scheduled_tokens + 1) // 2
     is_prefill = num_scheduled_tokens > 1
     return StepShape(
         tokens=int(num_scheduled_tokens.sum()),
         attention_pairs=int(pairs.sum()),
         context_tokens=int(contexts.sum()),
-        logit_rows=len(inputs.logit_rows),
+        logit_rows=len(batch.logit_rows),
         prefill_tokens=int(num_scheduled_tokens[is_prefill].sum()),
         prefill_pairs=int(pairs[is_prefill].sum()),
     )

@@ -18,7 +18,7 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine.runner_loading import LoadedModel, load_on_device
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.measure.host import step_inputs
+from raymoe.measure.host import make_batch
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import cache_layouts
 from raymoe.plan.device_cost import DeviceCost
@@ -141,13 +141,13 @@ class _Run:
         with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
             model = self._model()
             runner, release = load_on_device(model, device)
-            inputs = step_inputs(self._rows, self._context, self._spec.vocab_size)
-            finish(runner.run(inputs))
-            schedule = runner.schedule_of(inputs)
+            batch = make_batch(self._rows, self._context, self._spec.vocab_size)
+            finish(runner.run(batch))
+            schedule = runner.schedule_of(batch)
             cost = self._cost(schedule, model)
             device.cost = cost
             with _without_collector():
-                measured = finish(runner.run(inputs))
+                measured = finish(runner.run(batch))
             release()
         return Comparison(
             name=self._name,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raymoe.engine.outputs import Int32s
-from raymoe.engine.sequence import ScheduledStep
+from raymoe.engine.sequence import SchedulerOutput
 from raymoe.plan.job import StepTimes, estimate_job
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -146,7 +146,7 @@ class Accuracy:
         self.report = replace(self.report, notes=(*self.report.notes, text))
         self.total = replace(self.total, notes=(*self.total.notes, text))
 
-    def record(self, done: ScheduledStep, measured: Timeline) -> None:
+    def record(self, done: SchedulerOutput, measured: Timeline) -> None:
         load = load_of(done)
         predicted_s = self.correction.seconds_of(load)
         self.report = self.report.with_step(predicted_s, measured)
@@ -312,9 +312,10 @@ class Replanner:
         return found.policy
 
 
-def load_of(done: ScheduledStep) -> StepLoad:
+def load_of(done: SchedulerOutput) -> StepLoad:
     """A step in the numbers that predictions depend on; one new token counts as decoding."""
-    return load_of_scheduled_tokens(done.num_scheduled_tokens, done.context_tokens)
+    contexts = done.batch.sequences.context_tokens
+    return load_of_scheduled_tokens(done.num_scheduled_tokens, contexts)
 
 
 def load_of_scheduled_tokens(num_scheduled_tokens: Int32s, contexts: Int32s) -> StepLoad:

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -21,17 +22,17 @@ from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
-from raymoe.engine.sequence import Bools, DecodeAll, ScheduledStep, decode_each
+from raymoe.engine.sequence import Bools, DecodeAll, SchedulerOutput, decode_each
 from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import ChosenRows, StepInputs, StepRun, TokenChoice
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import ChosenRows, StepRun
 from raymoe.schedule.timeline import Timeline
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
@@ -128,16 +129,16 @@ logger = logging.getLogger(__name__)
 class Runner(Protocol):
     """What computes a step: `runtime.runner.StepRunner`, or a test's stand-in."""
 
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Run one step: yields the logits, returns what was measured."""
 
 
 class ClosedRunner:
     """Stands for the runner of an engine that is closed."""
 
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Refuse a step."""
-        raise ExecutionError(f"the engine is closed: it runs no {len(inputs.token_ids)} tokens")
+        raise ExecutionError(f"the engine is closed: it runs no {batch.num_tokens} tokens")
 
 
 class EngineCore:
@@ -250,7 +251,7 @@ class EngineCore:
             self.scheduler.adopt(policy)
 
     @torch.inference_mode()
-    def _run(self, next_step: ScheduledStep) -> Timeline:
+    def _run(self, next_step: SchedulerOutput) -> Timeline:
         """Run a step, and sample from each chunk of its logits as soon as it is there."""
         choice = partial(
             self._sampler.choice,
@@ -258,7 +259,7 @@ class EngineCore:
             next_step.row_positions,
             next_step.row_is_sample,
         )
-        with contextlib.closing(self._runner.run(_step_inputs(next_step, choice))) as run:
+        with contextlib.closing(self._runner.run(replace(next_step.batch, choice=choice))) as run:
             while True:
                 try:
                     first_row, output = next(run)
@@ -290,7 +291,7 @@ class EngineCore:
         self._advance_chosen()
         self._fail_rows()
 
-    def _have_masks(self, done: ScheduledStep, slots: Int32s) -> Bools:
+    def _have_masks(self, done: SchedulerOutput, slots: Int32s) -> Bools:
         """Which of these slots can be sampled; others of the step do not wait long for the rest."""
         assert self._masks is not None
         has_others = not self._table.has_grammar[done.row_slots].all()
@@ -322,7 +323,7 @@ class EngineCore:
             if sample.request.params.form is not None:
                 self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
-    def _take_chosen(self, done: ScheduledStep, first_row: int, output: ChosenRows) -> None:
+    def _take_chosen(self, done: SchedulerOutput, first_row: int, output: ChosenRows) -> None:
         tokens, rows = output.tokens_C.numpy(), output.rows_N.numpy()
         slots = done.row_slots[first_row : first_row + len(tokens)]
         chosen = np.delete(np.arange(len(tokens)), rows)
@@ -331,7 +332,7 @@ class EngineCore:
         if len(rows):
             self._take(done, first_row + rows, output.logits_NV)
 
-    def _take(self, done: ScheduledStep, step_rows: Rows, logits_CV: Tensor) -> None:
+    def _take(self, done: SchedulerOutput, step_rows: Rows, logits_CV: Tensor) -> None:
         slots, positions = done.row_slots[step_rows], done.row_positions[step_rows]
         is_sample = done.row_is_sample[step_rows]
         is_read = self._table.is_read[slots]
@@ -379,7 +380,7 @@ class EngineCore:
                 first, index = int(positions[run[-1]]) - 1, int(run[-1])
             sample.found.take(logits_CV[index : int(run[-1]) + 1], first)
 
-    def _end_read(self, done: ScheduledStep) -> None:
+    def _end_read(self, done: SchedulerOutput) -> None:
         """End the sequences of the step that are only read and whose prompts are computed."""
         table, slots = self._table, done.slots
         is_over = table.num_computed_tokens[slots] == table.num_tokens[slots]
@@ -580,21 +581,3 @@ def _prompt_logprobs(sample: Sample) -> tuple[TokenLogprob | None, ...] | None:
     if sample.index > 0 or sample.request.params.prompt_logprobs is None:
         return None
     return tuple(sample.prompt_logprobs or [None])  # a prompt of one token has no logits
-
-
-def _step_inputs(done: ScheduledStep, choice: Callable[[], TokenChoice]) -> StepInputs:
-    return StepInputs(
-        token_ids=torch.from_numpy(done.token_ids),
-        positions=torch.from_numpy(done.positions),
-        attention=AttentionBatch(
-            query_start=torch.from_numpy(done.query_start),
-            context_tokens=torch.from_numpy(done.context_tokens),
-            block_table=torch.from_numpy(done.block_table),
-            prompt_tokens=torch.from_numpy(done.prompt_tokens[done.query_start[:-1]]),
-            slots=torch.from_numpy(done.slots.astype(np.int32)),
-        ),
-        prompt_tokens=torch.from_numpy(done.prompt_tokens),
-        logit_rows=torch.from_numpy(done.logit_rows),
-        choice=choice,
-        state_copies=done.state_copies,
-    )

@@ -14,7 +14,7 @@ from raymoe.errors import describe
 
 if TYPE_CHECKING:
     from raymoe.chat.tool_calls import ToolCall
-    from raymoe.engine.sequence import ScheduledStep
+    from raymoe.engine.sequence import SchedulerOutput
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -162,10 +162,10 @@ class Counters:
         self.step_s = 0.0
         self.active_s = 0.0
 
-    def record_step(self, done: "ScheduledStep", step_s: float) -> None:
+    def record_step(self, done: "SchedulerOutput", step_s: float) -> None:
         self.num_steps += 1
-        self.num_computed_tokens += done.num_tokens
-        self.num_prompt_tokens += int((done.positions < done.prompt_tokens).sum())
+        self.num_computed_tokens += done.batch.num_tokens
+        self.num_prompt_tokens += int((done.batch.positions < done.batch.prompt_tokens).sum())
         self.num_sampled_tokens += int(done.row_is_sample.sum())
         self.step_s += step_s
 

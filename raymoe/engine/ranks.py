@@ -13,14 +13,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -37,9 +35,9 @@ from raymoe.engine.runner_loading import (
     open_weights,
 )
 from raymoe.errors import ExecutionError
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.weights import Weights
-from raymoe.runtime.bindings import StepInputs, StepRun
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import StepRun
 from raymoe.runtime.executor import finish
 from raymoe.specs.model import ModelSpec
 
@@ -132,9 +130,6 @@ def _open(store: object, rank: int, count: int, device: torch.device) -> _Group:
     return cast("_Group", dist.ProcessGroupGloo(store, rank, count, gloo))  # type: ignore[arg-type]
 
 
-Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
     rank: int
@@ -157,47 +152,6 @@ class Failed:
     is_consequence: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
-    """The tokens of one step without sampling parameters."""
-
-    token_ids: Array
-    positions: Array
-    query_start: Array
-    context_tokens: Array
-    block_table: Array
-    sequence_prompts: Array | None
-    prompt_tokens: Array | None
-
-    @classmethod
-    def of(cls, inputs: StepInputs) -> Self:
-        batch = inputs.attention
-        return cls(
-            token_ids=inputs.token_ids.numpy(),
-            positions=inputs.positions.numpy(),
-            query_start=batch.query_start.numpy(),
-            context_tokens=batch.context_tokens.numpy(),
-            block_table=batch.block_table.numpy(),
-            sequence_prompts=_array(batch.prompt_tokens),
-            prompt_tokens=_array(inputs.prompt_tokens),
-        )
-
-    def inputs(self) -> StepInputs:
-        """Return the step for a rank that does not return logits."""
-        return StepInputs(
-            token_ids=torch.from_numpy(self.token_ids),
-            positions=torch.from_numpy(self.positions),
-            attention=AttentionBatch(
-                query_start=torch.from_numpy(self.query_start),
-                context_tokens=torch.from_numpy(self.context_tokens),
-                block_table=torch.from_numpy(self.block_table),
-                prompt_tokens=_tensor(self.sequence_prompts),
-            ),
-            logit_rows=torch.empty(0, dtype=torch.int64),
-            prompt_tokens=_tensor(self.prompt_tokens),
-        )
-
-
 def send(connection: Connection, message: object) -> None:
     """Send a message. torch's own pickling of connections would share memory by descriptors."""
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
@@ -205,14 +159,6 @@ def send(connection: Connection, message: object) -> None:
 
 def receive(connection: Connection) -> object:
     return pickle.loads(connection.recv_bytes())  # only from this process or its child
-
-
-def _array(tensor: Tensor | None) -> Array | None:
-    return None if tensor is None else tensor.numpy()
-
-
-def _tensor(array: Array | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array)
 
 
 MAX_ERROR_CHARACTERS = 4000
@@ -269,8 +215,8 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     send(connection, Reached("loaded"))
     while True:
         message = inbox.get()
-        assert isinstance(message, RankStep)
-        finish(runner.run(message.inputs()))
+        assert isinstance(message, InputBatch)
+        finish(runner.run(message))
 
 
 STAGES = ("started", "imported", "loaded")
@@ -309,7 +255,7 @@ class RankProcess:
     def name(self) -> str:
         return f"rank {self.rank} (process {self._process.pid})"
 
-    def send(self, message: Begin | RankStep) -> None:
+    def send(self, message: Begin | InputBatch) -> None:
         """Send a message; if the rank is gone, `failure` will say so."""
         with contextlib.suppress(OSError):
             send(self._connection, message)
@@ -416,9 +362,10 @@ class Ranks:
                 names = ", ".join(rank.name for rank in behind())
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
-    def send(self, inputs: StepInputs) -> None:
+    def send(self, batch: InputBatch) -> None:
+        """Send a step to the others, which return no logits."""
         self._check()
-        message = RankStep.of(inputs)
+        message = replace(batch, logit_rows=batch.logit_rows[:0], choice=None)
         for rank in self._processes:
             rank.send(message)
 
@@ -461,15 +408,15 @@ class RankedRunner:
     def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Run one step; returns what was measured here.
 
         Raises:
             ExecutionError: A task failed, or a rank; names it.
         """
-        self._ranks.send(inputs)
+        self._ranks.send(batch)
         try:
-            return (yield from self._own.run(inputs))
+            return (yield from self._own.run(batch))
         except Exception as error:
             raise self._ranks.explain(error) from error
 

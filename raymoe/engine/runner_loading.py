@@ -21,7 +21,6 @@ from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import packed_linear_is_used
@@ -51,8 +50,9 @@ from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
+from raymoe.runtime.batch import Sequences
 from raymoe.runtime.bindings import DeviceMemory
-from raymoe.runtime.micro_batches import CutStep, Division, MicroBatch
+from raymoe.runtime.micro_batches import CutBatch, Division, MicroBatch
 from raymoe.runtime.runner import (
     BeforeStep,
     DeviceStepRunner,
@@ -268,13 +268,13 @@ class SplitChoice:
         self._found: dict[StepLoad, int] = {}
 
     @classmethod
-    def of(cls, model: LoadedModel, steps: StreamedSteps) -> Callable[[CutStep], int]:
+    def of(cls, model: LoadedModel, steps: StreamedSteps) -> Callable[[CutBatch], int]:
         if len(steps.splits) == 1 or model.hardware is None or not model.hardware.has_gpu:
             planned = len(steps.splits) > 1  # nothing to choose by: the share that was asked for
             return lambda _cut: int(planned)
         return cls(DeviceStep(model.work, model.hardware, steps))
 
-    def __call__(self, cut: CutStep) -> int:
+    def __call__(self, cut: CutBatch) -> int:
         shapes = [micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches]
         total = sum(shapes[1:], start=shapes[0])
         shares = (total.host, total.device)
@@ -561,7 +561,7 @@ class EmulatedTiming:
         self._device, self._work, self._hardware = device, work, hardware
         self._cuts = cuts
 
-    def __call__(self, cut: CutStep, schedule: Schedule, form: int) -> None:
+    def __call__(self, cut: CutBatch, schedule: Schedule, form: int) -> None:
         """Take the costs of this step from here on."""
         pages = self._cuts[form] if self._cuts else None
         self._device.cost = DeviceCost.of_schedule(
@@ -579,17 +579,17 @@ class EmulatedTiming:
 
 def micro_batch_shape(micro_batch: MicroBatch) -> MicroBatchShape:
     """A micro-batch in the numbers that costs depend on; every sequence gets logits."""
-    host, device = micro_batch.host.batch, micro_batch.device.batch
+    host, device = micro_batch.host, micro_batch.device
     return MicroBatchShape(
         host=_attention_shape(host),
         device=_attention_shape(device),
-        logit_rows=len(host.context_tokens) + len(device.context_tokens),
+        logit_rows=len(host) + len(device),
     )
 
 
-def _attention_shape(batch: AttentionBatch) -> AttentionShape:
-    num_scheduled_tokens = np.diff(batch.query_start.numpy()).astype(np.int64)
-    contexts = batch.context_tokens.numpy().astype(np.int64)
+def _attention_shape(sequences: Sequences) -> AttentionShape:
+    num_scheduled_tokens = sequences.num_scheduled_tokens
+    contexts = sequences.context_tokens.astype(np.int64)
     pairs = (
         num_scheduled_tokens * (contexts - num_scheduled_tokens)
         + num_scheduled_tokens * (num_scheduled_tokens + 1) // 2

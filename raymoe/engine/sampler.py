@@ -25,7 +25,7 @@ from raymoe.kernels.cpu_elementwise import (
     topk_logprobs,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.runtime.bindings import TokenChoice
+from raymoe.runtime.batch import TokenChoice
 
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]

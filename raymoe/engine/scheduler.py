@@ -18,7 +18,7 @@ from raymoe.engine.sequence import (
     Admission,
     Bools,
     Int64s,
-    ScheduledStep,
+    SchedulerOutput,
     SequenceTable,
     assemble_step,
     choose_scheduled_tokens,
@@ -254,7 +254,7 @@ class StepScheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_step(self) -> ScheduledStep:
+    def next_step(self) -> SchedulerOutput:
         """Assemble the next step; there must be work. `admitted` says who joined."""
         self.admitted = []
         if self._admission is not None:
@@ -270,7 +270,7 @@ class StepScheduler:
         copies = () if self._snapshots is None else self._snapshots.begin_step()
         return assemble_step(self.table, slots, num_scheduled_tokens, copies)
 
-    def complete(self, done: ScheduledStep) -> None:
+    def complete(self, done: SchedulerOutput) -> None:
         """Record that the KV of a step is in the cache."""
         before = self.table.num_computed_tokens[done.slots]
         self.table.num_computed_tokens[done.slots] += done.num_scheduled_tokens

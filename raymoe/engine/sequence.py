@@ -11,6 +11,7 @@ from raymoe.engine.outputs import Int32s
 from raymoe.errors import ExecutionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.runtime.batch import InputBatch, Sequences
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -181,38 +182,24 @@ class SequenceTable:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """The tokens of one step as arrays, and whose they are.
+class SchedulerOutput:
+    """The tokens of one step, and who gets its logits.
 
     Attributes:
         slots: [S] sequences of the step.
-        prompt_tokens: [T] int32, length for which the prompt of each token's sequence is rotated:
-            its own, or that at which the row started again.
-        logit_rows: [R] int64, tokens of the step whose logits are wanted, ascending.
-        row_slots: [R] int32, the slot of each.
+        num_scheduled_tokens: [S] int32, tokens of each.
+        row_slots: [R] int32, the slot of each row of logits.
         row_positions: [R] int32, position of the token that these logits predict.
         row_is_sample: [R], whether that token is to be sampled; else it is a prompt's, or the
             sequence is only read.
-        state_copies: (from, to) slots whose states are copied before the step, in this order.
     """
 
+    batch: InputBatch
     slots: Int64s
     num_scheduled_tokens: Int32s
-    token_ids: Int64s
-    positions: Int32s
-    prompt_tokens: Int32s
-    query_start: Int32s
-    context_tokens: Int32s
-    block_table: Int32s
-    logit_rows: Int64s
     row_slots: Int32s
     row_positions: Int32s
     row_is_sample: Bools
-    state_copies: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
 
 def choose_scheduled_tokens(table: SequenceTable, slots: Int64s, budget: int, chunk: int) -> Int32s:
@@ -246,7 +233,7 @@ def assemble_step(
     slots: Int64s,
     num_scheduled_tokens: Int32s,
     state_copies: tuple[tuple[int, int], ...] = (),
-) -> ScheduledStep:
+) -> SchedulerOutput:
     """Gather the tokens of a step; the blocks for all of them must be there."""
     slots, num_scheduled_tokens = (
         slots[num_scheduled_tokens > 0],
@@ -272,20 +259,25 @@ def assemble_step(
         (table.last_token, table.block_table, table.token_blocks),
         (token_ids, positions, logit_rows, row_slots, row_positions, row_is_sample),
     )
-    return ScheduledStep(
+    return SchedulerOutput(
+        InputBatch(
+            token_ids=token_ids,
+            positions=positions,
+            sequences=Sequences(
+                query_start=query_start,
+                context_tokens=context_tokens,
+                block_table=np.ascontiguousarray(table.block_table[slots, :num_columns]),
+                prompt_tokens=table.rope_tokens[slots],
+                slots=slots.astype(np.int32),
+            ),
+            logit_rows=logit_rows[:num_rows],
+            state_copies=state_copies,
+        ),
         slots,
         num_scheduled_tokens,
-        token_ids,
-        positions,
-        np.repeat(table.rope_tokens[slots], num_scheduled_tokens),
-        query_start,
-        context_tokens,
-        np.ascontiguousarray(table.block_table[slots, :num_columns]),
-        logit_rows[:num_rows],
         row_slots[:num_rows],
         row_positions[:num_rows],
         row_is_sample[:num_rows],
-        state_copies,
     )
 
 

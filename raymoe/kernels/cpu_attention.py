@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,31 +43,6 @@ class AttentionBatch:
         if prompts is None:
             prompts = contexts.where(num_new > 1, 0)
         return (prompts.long() - (contexts - num_new)).clamp_min(0).minimum(num_new)
-
-    def select(self, sequences: Tensor) -> "AttentionBatch":
-        # Not by torch, whose threads would wait for each other on cores that others use, too.
-        starts, chosen = self.query_start.numpy(), sequences.numpy()
-        ends = np.cumsum(starts[chosen + 1] - starts[chosen], dtype=np.int32)
-        prompts, slots = self.prompt_tokens, self.slots
-        return AttentionBatch(
-            query_start=torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends])),
-            context_tokens=torch.from_numpy(self.context_tokens.numpy()[chosen]),
-            block_table=torch.from_numpy(self.block_table.numpy()[chosen]),
-            prompt_tokens=None if prompts is None else torch.from_numpy(prompts.numpy()[chosen]),
-            slots=None if slots is None else torch.from_numpy(slots.numpy()[chosen]),
-        )
-
-    def between(self, begin: int, end: int) -> "AttentionBatch":
-        """The sequences from `begin` to `end`, exclusive; shares memory."""
-        prompts, slots = self.prompt_tokens, self.slots
-        starts = self.query_start[begin : end + 1]
-        return AttentionBatch(
-            query_start=starts - starts[0],
-            context_tokens=self.context_tokens[begin:end],
-            block_table=self.block_table[begin:end],
-            prompt_tokens=None if prompts is None else prompts[begin:end],
-            slots=None if slots is None else slots[begin:end],
-        )
 
     def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
         """Select a range of each sequence's new tokens.

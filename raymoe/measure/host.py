@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from raymoe.device.threads import set_num_threads
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_elementwise import qkv_rope, rms_norm
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
@@ -38,7 +38,7 @@ from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
-from raymoe.runtime.bindings import StepInputs
+from raymoe.runtime.batch import InputBatch, Sequences
 from raymoe.runtime.executor import finish
 from raymoe.runtime.runner import StepRunner
 from raymoe.schedule.builders import build_in_place
@@ -108,8 +108,8 @@ class NarrowSteps:
 def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:
     runner = _make_runner(model)
 
-    def run(inputs: StepInputs) -> Timeline:
-        return finish(runner.run(inputs))
+    def run(batch: InputBatch) -> Timeline:
+        return finish(runner.run(batch))
 
     return [
         KernelJob(
@@ -118,7 +118,7 @@ def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:
             calls=[
                 partial(
                     run,
-                    step_inputs(rows, _context(new_tokens), model.vocab_size, new_tokens),
+                    make_batch(rows, _context(new_tokens), model.vocab_size, new_tokens),
                 )
             ],
             bytes_per_call=0.0,
@@ -145,19 +145,19 @@ def task_overhead(node: HardwareSpec, step_s: Sequence[float], model: ModelSpec 
     return Curve(tuple(points))
 
 
-def step_inputs(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -> StepInputs:
+def make_batch(rows: int, context: int, vocab_size: int, new_tokens: int = 1) -> InputBatch:
     """The last `new_tokens` of each of `rows` sequences of `context` tokens; logits are dropped."""
     blocks, tokens = ceil_div(context, BLOCK_TOKENS), rows * new_tokens
-    return StepInputs(
-        token_ids=torch.arange(tokens) % vocab_size,
-        positions=torch.arange(context - new_tokens, context, dtype=torch.int32).repeat(rows),
-        attention=AttentionBatch(
-            query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
-            context_tokens=torch.full((rows,), context, dtype=torch.int32),
-            block_table=torch.arange(rows * blocks, dtype=torch.int32).reshape(rows, blocks),
+    return InputBatch(
+        token_ids=np.arange(tokens) % vocab_size,
+        positions=np.tile(np.arange(context - new_tokens, context, dtype=np.int32), rows),
+        sequences=Sequences(
+            query_start=np.arange(0, tokens + 1, new_tokens, dtype=np.int32),
+            context_tokens=np.full(rows, context, np.int32),
+            block_table=np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
+            prompt_tokens=np.full(rows, context - (new_tokens == 1), np.int32),
         ),
-        prompt_tokens=torch.full((tokens,), context - (new_tokens == 1), dtype=torch.int32),
-        logit_rows=torch.arange(new_tokens - 1, tokens, new_tokens),
+        logit_rows=np.arange(new_tokens - 1, tokens, new_tokens),
     )
 
 

@@ -20,25 +20,14 @@ from raymoe.memory.kv_cache import KvCache
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Posted, Projected, StagedStep
 from raymoe.model.feed_forward import HostExperts
+from raymoe.runtime.batch import InputBatch, Sequences, TokenChoice
 from raymoe.runtime.executor import Bindings
-from raymoe.runtime.micro_batches import CutStep, MicroBatch
+from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
 from raymoe.schedule.program import LayerPages, StepForm
 from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
-
-
-class TokenChoice(NamedTuple):
-    """How tokens are chosen where the logits are.
-
-    Attributes:
-        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
-        needs_logits_R: bool, rows for which the host chooses, or reads the logits.
-    """
-
-    draws_R4: Tensor
-    needs_logits_R: Tensor
 
 
 class ChosenRows(NamedTuple):
@@ -59,33 +48,16 @@ Logits = tuple[int, Tensor | ChosenRows]
 StepRun = Generator[Logits, None, Timeline]  # yields logits in order, returns what was measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
-    """The tokens of one step, ragged over sequences.
-
-    Attributes:
-        positions: int32 [T], position of each token in its sequence.
-        prompt_tokens: int32 [T], prompt length of each token's sequence; where the decoder needs
-            it (`Decoder.needs_prompt_tokens`).
-        attention: Which tokens belong to which sequence, and its KV blocks.
-        logit_rows: int64 [R], ascending: tokens of the step whose logits are wanted.
-        choice: Tells how a device may choose tokens itself, and is called only for a device that
-            does; None if all logits are wanted.
-        state_copies: (from, to) slots whose states are copied first, in this order.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionBatch
-    logit_rows: Tensor
-    prompt_tokens: Tensor | None = None
-    choice: Callable[[], TokenChoice] | None = None
-    state_copies: Sequence[tuple[int, int]] = ()
-
-    @property
-    def num_positions(self) -> int:
-        """All tokens of the step have smaller positions."""
-        return int(self.attention.context_tokens.max()) if len(self.token_ids) else 0
+def attention_batch(sequences: Sequences) -> AttentionBatch:
+    """Sequences as tensors, which share their memory."""
+    slots = sequences.slots
+    return AttentionBatch(
+        query_start=torch.from_numpy(sequences.query_start),
+        context_tokens=torch.from_numpy(sequences.context_tokens),
+        block_table=torch.from_numpy(sequences.block_table),
+        prompt_tokens=torch.from_numpy(sequences.prompt_tokens),
+        slots=None if slots is None else torch.from_numpy(slots),
+    )
 
 
 @dataclass(slots=True)
@@ -93,16 +65,39 @@ class StepState:
     """What lives between the tasks of one step; every field is owned by the step.
 
     Attributes:
-        paged: The sequences as indices on a device that holds KV cache and states.
+        prompt_tokens_T: int32; None where the decoder does not need it.
+        attention: The sequences; as indices on a device that holds KV cache and states.
     """
 
-    inputs: StepInputs
-    paged: StagedStep | None = None
+    token_ids_T: Tensor
+    positions_T: Tensor
+    prompt_tokens_T: Tensor | None
+    logit_rows_R: Tensor
+    attention: AttentionBatch | StagedStep
+    choice: Callable[[], TokenChoice] | None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
     normed_TH: Tensor | None = None
     routing: Routing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: InputBatch,
+        attention: AttentionBatch | StagedStep,
+        decoder: Decoder,
+        device: torch.device,
+    ) -> Self:
+        prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
+        return cls(
+            torch.from_numpy(batch.token_ids).to(device),
+            torch.from_numpy(batch.positions).to(device),
+            None if prompts is None else torch.from_numpy(prompts).to(device),
+            torch.from_numpy(batch.logit_rows).to(device),
+            attention,
+            batch.choice,
+        )
 
 
 Attend = Callable[[int, Projected, StepState], Tensor]
@@ -112,7 +107,8 @@ def bind_cpu(decoder: Decoder, cache: KvCache) -> Bindings[StepState]:
     """Bindings of the device `cpu`: every operation in place, on host memory."""
 
     def attend(layer: int, projected: Projected, state: StepState) -> Tensor:
-        return decoder.attend(layer, projected, cache.layer(layer), state.inputs.attention)
+        assert isinstance(state.attention, AttentionBatch)
+        return decoder.attend(layer, projected, cache.layer(layer), state.attention)
 
     return bind_in_place(decoder, attend)
 
@@ -125,13 +121,12 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
     """
 
     def embed(_task: Task, state: StepState) -> None:
-        state.hidden_TH = decoder.embed(state.inputs.token_ids)
+        state.hidden_TH = decoder.embed(state.token_ids_T)
 
     def pre(task: Task, state: StepState) -> None:
         assert state.hidden_TH is not None
-        inputs = state.inputs
         state.projected = decoder.pre(
-            task.layer, state.hidden_TH, inputs.positions, inputs.prompt_tokens
+            task.layer, state.hidden_TH, state.positions_T, state.prompt_tokens_T
         )
 
     def attend(task: Task, state: StepState) -> None:
@@ -154,8 +149,8 @@ def bind_in_place(decoder: Decoder, attend_layer: Attend) -> Bindings[StepState]
 
     def head(_task: Task, state: StepState) -> Iterator[Logits]:
         assert state.hidden_TH is not None
-        final_RH = decoder.final(state.hidden_TH, state.inputs.logit_rows)
-        return _logits(decoder, final_RH, state.inputs.choice)
+        final_RH = decoder.final(state.hidden_TH, state.logit_rows_R)
+        return _logits(decoder, final_RH, state.choice)
 
     return {
         Op.EMBED: embed,
@@ -231,60 +226,55 @@ class DeviceMemory:
     is_cache_pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceInputs:
-    """What of a step the device has to know, in micro-batch order.
+@dataclass(slots=True)
+class DeviceStep:
+    """One step in micro-batch order.
 
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
         logit_places_R: int64, tokens whose logits are wanted, in the order of the original step.
-        staged: Of each micro-batch, the sequences for which the device attends.
-    """
-
-    positions_T: Tensor
-    prompt_tokens_T: Tensor | None
-    logit_places_R: Tensor
-    staged: tuple[StagedStep, ...]
-
-    @classmethod
-    def of(
-        cls, inputs: StepInputs, cut: CutStep, memory: "DeviceMemory", device: torch.device
-    ) -> Self:
-        decoder, layout = memory.decoders[0], largest_layout(memory.cache.layouts)
-        has_states = any(len(states) for states in memory.states)
-        prompt_tokens_T = inputs.prompt_tokens
-        if prompt_tokens_T is not None:
-            prompt_tokens_T = prompt_tokens_T[cut.order_T].to(device)
-        return cls(
-            inputs.positions[cut.order_T].to(device),
-            prompt_tokens_T,
-            cut.place_T[inputs.logit_rows].to(device),
-            tuple(
-                decoder.staged_batch(
-                    micro_batch.staging.batch,
-                    layout,
-                    device,
-                    with_states=micro_batch.batch if has_states else None,
-                )
-                for micro_batch in cut.micro_batches
-            ),
-        )
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """One step.
-
-    Attributes:
-        on_device: What the device has to know of it.
+        host: Of each micro-batch, the sequences for which the host attends.
+        device: Those for which the device does, with blocks of the host's cache.
+        staged: The same as indices on the device.
         used: Device memory of the buffers that were written last.
     """
 
-    inputs: StepInputs
-    cut: CutStep
+    cut: CutBatch
     form: StepForm
-    on_device: DeviceInputs
+    token_ids_T: Tensor
+    positions_T: Tensor
+    prompt_tokens_T: Tensor | None
+    logit_places_R: Tensor
+    host: Sequence[AttentionBatch]
+    device: Sequence[AttentionBatch]
+    staged: Sequence[StagedStep]
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cut: CutBatch, form: StepForm, memory: DeviceMemory, device: torch.device) -> Self:
+        batch, decoder = cut.batch, memory.decoders[0]
+        layout = largest_layout(memory.cache.layouts)
+        has_states = any(len(states) for states in memory.states)
+        prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
+        return cls(
+            cut,
+            form,
+            torch.from_numpy(batch.token_ids),  # the host embeds
+            torch.from_numpy(batch.positions).to(device),
+            None if prompts is None else torch.from_numpy(prompts).to(device),
+            torch.from_numpy(batch.logit_rows).to(device),
+            [attention_batch(micro_batch.host) for micro_batch in cut.micro_batches],
+            [attention_batch(micro_batch.device) for micro_batch in cut.micro_batches],
+            [
+                decoder.staged_batch(
+                    attention_batch(micro_batch.staged),
+                    layout,
+                    device,
+                    with_states=attention_batch(micro_batch.sequences) if has_states else None,
+                )
+                for micro_batch in cut.micro_batches
+            ],
+        )
 
     def micro_batch(self, task: Task) -> MicroBatch:
         return self.cut.micro_batches[task.part]
@@ -336,19 +326,19 @@ class _Bound:
 
     def embed(self, task: Task, state: DeviceStep) -> None:
         rows = state.micro_batch(task).rows
-        token_ids_T = state.inputs.token_ids[state.cut.order_T[rows]]
-        self._memory.host.embedded_TH[rows].copy_(self._decoder(state).embed(token_ids_T))
+        embedded_TH = self._decoder(state).embed(state.token_ids_T[rows])
+        self._memory.host.embedded_TH[rows].copy_(embedded_TH)
 
     def up(self, task: Task, state: DeviceStep) -> Copies:
         rows = state.micro_batch(task).rows
         return Copies.of((self._memory.device.hidden_TH[rows], self._memory.host.embedded_TH[rows]))
 
     def pre(self, task: Task, state: DeviceStep) -> None:
-        micro_batch, inputs = state.micro_batch(task), state.on_device
-        prompt_tokens_T = inputs.prompt_tokens_T
+        micro_batch, prompt_tokens_T = state.micro_batch(task), state.prompt_tokens_T
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[micro_batch.rows]
-        count, split, into = micro_batch.num_tokens, micro_batch.host.end, self._on_device(task)
+        count, split = micro_batch.num_tokens, micro_batch.num_host_tokens
+        into = self._on_device(task)
         is_split = split > 0 and not into.has_one_form
         out = into.projected(0, count)
         if is_split:  # the host's queries change their form, which is larger
@@ -356,7 +346,7 @@ class _Bound:
         query_THD, *_ = self._decoder(state).pre(
             task.layer,
             self._memory.device.hidden_TH[micro_batch.rows],
-            inputs.positions_T[micro_batch.rows],
+            state.positions_T[micro_batch.rows],
             prompt_tokens_T,
             out=out,
         )
@@ -373,48 +363,52 @@ class _Bound:
     def qkv(self, task: Task, state: DeviceStep) -> Copies:
         micro_batch = state.micro_batch(task)
         target, source = self._on_host(task), self._on_device(task)
-        end, num_tokens = micro_batch.host.end, micro_batch.num_tokens
+        end, num_tokens = micro_batch.num_host_tokens, micro_batch.num_tokens
         return Copies.of(
             (target.absorbed(end).query_THD, source.absorbed(end).query_THD),
             *zip(target.cached(0, num_tokens), source.cached(0, num_tokens), strict=True),
         )
 
     def attend_on_host(self, task: Task, state: DeviceStep) -> None:
-        share, activations = state.micro_batch(task).host, self._on_host(task)
+        end, activations = state.micro_batch(task).num_host_tokens, self._on_host(task)
         result_TX = self._decoder(state).attend_absorbed(
-            task.layer, activations.absorbed(share.end), self._cache(task), share.batch
+            task.layer, activations.absorbed(end), self._cache(task), state.host[task.part]
         )
-        activations.absorbed_result(share.end).copy_(result_TX)
+        activations.absorbed_result(end).copy_(result_TX)
 
     def append(self, task: Task, state: DeviceStep) -> None:
-        share = state.micro_batch(task).device
-        projected = self._on_host(task).projected(share.begin, share.end)
-        self._decoder(state).append(task.layer, projected, self._cache(task), share.batch)
+        micro_batch = state.micro_batch(task)
+        projected = self._on_host(task).projected(
+            micro_batch.num_host_tokens, micro_batch.num_tokens
+        )
+        self._decoder(state).append(
+            task.layer, projected, self._cache(task), state.device[task.part]
+        )
 
     def stage_kv(self, task: Task, state: DeviceStep) -> Copies:
-        staging = state.micro_batch(task).staging
+        micro_batch = state.micro_batch(task)
         staged, cache = self._staged(task), self._cache(task)
         copies = Copies.of_runs(
-            staged, cache, staging.runs_N3, is_pinned=self._memory.is_cache_pinned
+            staged, cache, micro_batch.staging_runs_N3, is_pinned=self._memory.is_cache_pinned
         )
-        return self._writing(task, state, copies, staged[: staging.num_blocks])
+        return self._writing(task, state, copies, staged[: micro_batch.num_staged_blocks])
 
     def attend_on_device(self, task: Task, state: DeviceStep) -> None:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)
         states = self._memory.states[task.layer]
-        begin = 0 if len(states) else micro_batch.device.begin
+        begin = 0 if len(states) else micro_batch.num_host_tokens
         into = activations.result(begin, micro_batch.num_tokens)
         self._decoder(state).attend_staged(
             task.layer,
             activations.projected(begin, micro_batch.num_tokens),
             states if len(states) else self._staged(task),
-            state.on_device.staged[task.part],
+            state.staged[task.part],
             out=into,
         )
         self._wrote(task, state, into)
 
     def hid(self, task: Task, state: DeviceStep) -> Copies:
-        end = state.micro_batch(task).host.end
+        end = state.micro_batch(task).num_host_tokens
         into = self._on_device(task).absorbed_result(end)
         copies = Copies.of((into, self._on_host(task).absorbed_result(end)))
         return self._writing(task, state, copies, into)
@@ -507,8 +501,8 @@ class _Bound:
 
     def head(self, _task: Task, state: DeviceStep) -> Iterator[Logits]:
         decoder = self._decoder(state)
-        hidden_TH, rows_R = self._memory.device.hidden_TH, state.on_device.logit_places_R
-        return _logits(decoder, decoder.final(hidden_TH, rows_R), state.inputs.choice)
+        final_RH = decoder.final(self._memory.device.hidden_TH, state.logit_places_R)
+        return _logits(decoder, final_RH, state.cut.batch.choice)
 
     def load_page(self, task: Task, state: DeviceStep) -> Copies:
         weights = self._memory.weights
@@ -537,7 +531,7 @@ class _Bound:
 
     def _attended(self, task: Task, state: DeviceStep) -> Tensor:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)
-        count, split = micro_batch.num_tokens, micro_batch.host.end
+        count, split = micro_batch.num_tokens, micro_batch.num_host_tokens
         if not split or activations.has_one_form:
             return activations.result(0, count)
         absorbed_TX, decoder = activations.absorbed_result(split), self._decoder(state)
@@ -572,12 +566,3 @@ def _keys_of(buffers: Iterable[Buffer], names: frozenset[str]) -> list[int]:
 def _key_of(task: Task, names: frozenset[str]) -> int:
     (key,) = {buffer.key for buffer in (*task.reads, *task.writes) if buffer.name in names}
     return key[0]
-
-
-def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
-    for from_tensor, to_tensor in zip(source, target, strict=True):
-        _send(from_tensor, to_tensor)
-
-
-def _send(source: Tensor, target: Tensor) -> None:
-    target.copy_(source, non_blocking=True)

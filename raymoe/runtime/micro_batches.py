@@ -7,49 +7,15 @@ a prompt less, it would get most of them, and no other would overlap with their 
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from raymoe._native import compiled
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-
-Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Sequences of a micro-batch whose attention one side computes.
-
-    Attributes:
-        begin: First of its tokens in the micro-batch.
-        batch: Its sequences; `query_start` counts from `begin`.
-    """
-
-    begin: int
-    end: int
-    batch: AttentionBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """Blocks of the device's share that hold earlier tokens, and where they are staged.
-
-    Attributes:
-        runs_N3: First block of the host cache, first block of the staging slot and number of blocks
-            of each copy.
-        batch: The sequences of the share with block tables of the staging slot.
-        num_blocks: Blocks of the slot in use, empty ones for new tokens included.
-    """
-
-    runs_N3: Int64s
-    batch: AttentionBatch
-    num_blocks: int
+from raymoe.runtime.batch import InputBatch, Int32s, Int64s, Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +23,33 @@ class MicroBatch:
     """Tokens [begin, end) of the reordered step: the host's share first, then the device's.
 
     Attributes:
-        batch: All its sequences.
+        middle: Where the device's share begins.
+        sequences: All of them, those of the host first.
+        host: Sequences for which the host attends.
+        device: Those for which the device does.
+        staged: The device's, with the block tables of the staging slot.
+        staging_runs_N3: What is staged, blocks with earlier tokens: first block of the host cache,
+            first block of the staging slot and number of blocks of each copy.
+        num_staged_blocks: Blocks of the slot in use, empty ones for new tokens included.
     """
 
     begin: int
+    middle: int
     end: int
-    batch: AttentionBatch
-    host: Share
-    device: Share
-    staging: Staging
+    sequences: Sequences
+    host: Sequences
+    device: Sequences
+    staged: Sequences
+    staging_runs_N3: Int64s
+    num_staged_blocks: int
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.begin
+
+    @property
+    def num_host_tokens(self) -> int:
+        return self.middle - self.begin
 
     @property
     def rows(self) -> slice:
@@ -77,29 +57,24 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutStep:
-    """A step in micro-batch order.
+class CutBatch:
+    """A step in micro-batches.
 
     Attributes:
-        order_T: int64, the token of the original step at each place.
-        micro-batches: As many as asked for; the last ones may be empty.
+        batch: The step in micro-batch order; its `logit_rows` are in the order of the original.
+        micro_batches: As many as asked for; the last ones may be empty.
     """
 
-    order_T: Tensor
-    place_T: Tensor
+    batch: InputBatch
     micro_batches: tuple[MicroBatch, ...]
 
     @property
     def has_cpu_attention(self) -> bool:
-        return any(
-            micro_batch.host.end > micro_batch.host.begin for micro_batch in self.micro_batches
-        )
+        return any(each.middle > each.begin for each in self.micro_batches)
 
     @property
     def has_device_attention(self) -> bool:
-        return any(
-            micro_batch.device.end > micro_batch.device.begin for micro_batch in self.micro_batches
-        )
+        return any(each.end > each.middle for each in self.micro_batches)
 
     @property
     def max_tokens(self) -> int:
@@ -123,27 +98,31 @@ class Division:
     staged_blocks: int
 
 
-def cut_step(batch: AttentionBatch, num_micro_batches: int, division: Division) -> CutStep:
+def cut_batch(batch: InputBatch, num_micro_batches: int, division: Division) -> CutBatch:
     """Divide a step into `num_micro_batches`, and each of those between both sides."""
-    starts = batch.query_start.numpy().astype(np.int64)
-    contexts = batch.context_tokens.numpy().astype(np.int64)
-    num_scheduled_tokens = np.diff(starts)
+    sequences = batch.sequences
+    num_scheduled_tokens = sequences.num_scheduled_tokens
+    contexts = sequences.context_tokens.astype(np.int64)
     shares: list[Int64s] = []  # the host's and the device's of each micro-batch
     for members in _deal(num_scheduled_tokens, contexts, num_micro_batches):
         on_device = _on_device(num_scheduled_tokens[members], contexts[members], division)
         shares += [members[~on_device], members[on_device]]
     order_S = np.concatenate(shares)
-    ordered = batch.select(torch.from_numpy(order_S))
+    ordered = sequences.select(order_S)
     ends = np.cumsum([len(share) for share in shares]).tolist()
     bounds = list(itertools.pairwise([0, *ends]))
-    micro_batches = list(map(partial(_micro_batch, ordered), bounds[::2], bounds[1::2]))
-    order_T = _ranges(starts[order_S], num_scheduled_tokens[order_S])
+    order_T = _ranges(sequences.query_start[order_S], num_scheduled_tokens[order_S])
     place_T = np.empty_like(order_T)
     place_T[order_T] = np.arange(len(order_T))
-    return CutStep(
-        order_T=torch.from_numpy(order_T),
-        place_T=torch.from_numpy(place_T),
-        micro_batches=tuple(micro_batches),
+    return CutBatch(
+        batch=replace(
+            batch,
+            token_ids=batch.token_ids[order_T],
+            positions=batch.positions[order_T],
+            sequences=ordered,
+            logit_rows=place_T[batch.logit_rows],
+        ),
+        micro_batches=tuple(map(partial(_micro_batch, ordered), bounds[::2], bounds[1::2])),
     )
 
 
@@ -183,7 +162,7 @@ def _deal_in_order(
     return dealt
 
 
-def _ranges(begins: Int64s, counts: Int64s) -> Int64s:
+def _ranges(begins: Int32s, counts: Int64s) -> Int64s:
     """Return the numbers from each begin on, `counts` of each."""
     ends = np.cumsum(counts)
     return np.repeat(begins - ends + counts, counts) + np.arange(counts.sum())
@@ -201,44 +180,39 @@ def _on_device(
     return on_device & fits
 
 
-def _micro_batch(
-    ordered: AttentionBatch, host: tuple[int, int], device: tuple[int, int]
-) -> MicroBatch:
+def _micro_batch(ordered: Sequences, host: tuple[int, int], device: tuple[int, int]) -> MicroBatch:
     """One of the sequences from `host` to `device` of a step in micro-batch order."""
     begin, middle, end = ordered.query_start[[host[0], device[0], device[1]]].tolist()
     on_device = ordered.between(*device)
+    staged, runs_N3, num_blocks = _stage(on_device)
     return MicroBatch(
         begin=begin,
+        middle=middle,
         end=end,
-        batch=ordered.between(host[0], device[1]),
-        host=Share(begin=0, end=middle - begin, batch=ordered.between(*host)),
-        device=Share(begin=middle - begin, end=end - begin, batch=on_device),
-        staging=_stage(on_device),
+        sequences=ordered.between(host[0], device[1]),
+        host=ordered.between(*host),
+        device=on_device,
+        staged=staged,
+        staging_runs_N3=runs_N3,
+        num_staged_blocks=num_blocks,
     )
 
 
-def _stage(share: AttentionBatch) -> Staging:
-    if not len(share.context_tokens):
-        return Staging(runs_N3=np.empty((0, 3), np.int64), batch=share, num_blocks=0)
-    num_scheduled_tokens = np.diff(share.query_start.numpy().astype(np.int64))
-    contexts = share.context_tokens.numpy().astype(np.int64)
+def _stage(share: Sequences) -> tuple[Sequences, Int64s, int]:
+    """Where blocks of the device's share are staged, what is copied there, and blocks in use."""
+    if not len(share):
+        return share, np.empty((0, 3), np.int64), 0
+    contexts = share.context_tokens.astype(np.int64)
     counts = -(-contexts // BLOCK_TOKENS)
-    filled = -(-(contexts - num_scheduled_tokens) // BLOCK_TOKENS)
+    filled = -(-(contexts - share.num_scheduled_tokens) // BLOCK_TOKENS)
     firsts = np.concatenate([[0], np.cumsum(counts)])
     columns = np.arange(counts.max(initial=0))
     places = firsts[:-1, None] + columns
     table = np.where(columns < counts[:, None], places, 0).astype(np.int32)
     is_filled = columns < filled[:, None]
-    host = share.block_table.numpy()[:, : len(columns)][is_filled].astype(np.int64)
-    return Staging(
-        runs_N3=_runs(host, places[is_filled]),
-        batch=AttentionBatch(
-            query_start=share.query_start,
-            context_tokens=share.context_tokens,
-            block_table=torch.from_numpy(table),
-        ),
-        num_blocks=int(firsts[-1]),
-    )
+    host = share.block_table[:, : len(columns)][is_filled].astype(np.int64)
+    runs_N3 = _runs(host, places[is_filled])
+    return replace(share, block_table=table), runs_N3, int(firsts[-1])
 
 
 def _runs(host: Int64s, device: Int64s) -> Int64s:

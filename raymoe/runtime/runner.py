@@ -12,21 +12,21 @@ from raymoe.device.lane import Mark
 from raymoe.errors import CapacityError
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.kv_cache import KvCache, copy_states
-from raymoe.model.decoder import Decoder, Projected
+from raymoe.model.decoder import Decoder, Projected, StagedStep
+from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.bindings import (
-    DeviceInputs,
     DeviceMemory,
     DeviceStep,
-    StepInputs,
     StepRun,
     StepState,
+    attention_batch,
     bind_cpu,
     bind_device,
     bind_in_place,
     poison_dead,
 )
 from raymoe.runtime.executor import LaneExecutor, SerialExecutor, calling
-from raymoe.runtime.micro_batches import CutStep, Division, cut_step
+from raymoe.runtime.micro_batches import CutBatch, Division, cut_batch
 from raymoe.schedule.builders import build_resident, load_first_layer, load_second_layer
 from raymoe.schedule.graph import Op, Schedule, Task
 from raymoe.schedule.program import Load, StepForm, loads_of_first_layer, next_first_slot
@@ -40,11 +40,13 @@ class StepRunner:
         self._executor = SerialExecutor(schedule, bind_cpu(decoder, cache))
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Run one step."""
-        self._decoder.reserve(inputs.num_positions)
-        self._cache.copy_states(inputs.state_copies)
-        return (yield from self._executor.stream(StepState(inputs)))
+        self._decoder.reserve(batch.num_positions)
+        self._cache.copy_states(batch.state_copies)
+        attention = attention_batch(batch.sequences)
+        state = StepState.of(batch, attention, self._decoder, torch.device("cpu"))
+        return (yield from self._executor.stream(state))
 
 
 Page = tuple[int, int, int]  # layer, page, slot
@@ -56,8 +58,8 @@ def _page(task: Task) -> Page:
 
 
 Build = Callable[[StepForm], Schedule]
-BeforeStep = Callable[[CutStep, Schedule, int], None]
-ChooseForm = Callable[[CutStep], int]
+BeforeStep = Callable[[CutBatch, Schedule, int], None]
+ChooseForm = Callable[[CutBatch], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +110,19 @@ class DeviceStepRunner:
         self._ahead: dict[Page, Mark] = {}  # pages of the second layer, on their way
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Run one step.
 
         Raises:
             CapacityError: A micro-batch is larger than its buffers.
             ExecutionError: A task failed.
         """
-        cut = self._cut(inputs)
+        cut = self._cut(batch)
         self._check_room(cut)
         number = self._steps.choose(cut)
         form = self._form_of(cut, number)
-        self._copy_states(inputs.state_copies)
-        state = self._state(inputs, cut, form)
+        self._copy_states(batch.state_copies)
+        state = self._state(cut, form)
         executor = self._executor(form)
         if self._before_step is not None:
             self._before_step(cut, executor.schedule, number)
@@ -170,17 +172,17 @@ class DeviceStepRunner:
             self._second[form] = self._new_executor(alone), pages
         return self._second[form]
 
-    def schedule_of(self, inputs: StepInputs) -> Schedule:
+    def schedule_of(self, batch: InputBatch) -> Schedule:
         """The schedule by which `run` would run this step next."""
-        cut = self._cut(inputs)
+        cut = self._cut(batch)
         return self._executor(self._form_of(cut, self._steps.choose(cut))).schedule
 
-    def _state(self, inputs: StepInputs, cut: CutStep, form: StepForm) -> DeviceStep:
+    def _state(self, cut: CutBatch, form: StepForm) -> DeviceStep:
         for decoder in self._memory.decoders:
-            decoder.reserve(inputs.num_positions)
-        on_device = DeviceInputs.of(inputs, cut, self._memory, self._device.torch_device)
+            decoder.reserve(cut.batch.num_positions)
+        state = DeviceStep.of(cut, form, self._memory, self._device.torch_device)
         self._device.synchronize()
-        return DeviceStep(inputs, cut, form, on_device)
+        return state
 
     def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         memory = self._memory
@@ -192,11 +194,10 @@ class DeviceStepRunner:
             self._executors[form] = self._new_executor(self._steps.build(form))
         return self._executors[form]
 
-    def _cut(self, inputs: StepInputs) -> CutStep:
-        num_micro_batches = self._steps.forms[0].num_micro_batches
-        return cut_step(inputs.attention, num_micro_batches, self._steps.division)
+    def _cut(self, batch: InputBatch) -> CutBatch:
+        return cut_batch(batch, self._steps.forms[0].num_micro_batches, self._steps.division)
 
-    def _form_of(self, cut: CutStep, number: int) -> StepForm:
+    def _form_of(self, cut: CutBatch, number: int) -> StepForm:
         return replace(
             self._steps.forms[number],
             has_cpu_attention=cut.has_cpu_attention,
@@ -213,7 +214,7 @@ class DeviceStepRunner:
             traffic=self._device.traffic,
         )
 
-    def _check_room(self, cut: CutStep) -> None:
+    def _check_room(self, cut: CutBatch) -> None:
         room = self._memory.device.ring[0].num_tokens
         if cut.max_tokens > room:
             raise CapacityError(
@@ -252,8 +253,8 @@ class ResidentStepRunner:
         self._before_step = before_step
 
         def attend(layer: int, projected: Projected, state: StepState) -> Tensor:
-            assert state.paged is not None
-            return decoder.attend_staged(layer, projected, cache[layer], state.paged)
+            assert isinstance(state.attention, StagedStep)
+            return decoder.attend_staged(layer, projected, cache[layer], state.attention)
 
         self._executor = LaneExecutor(
             build_resident(decoder.spec.num_layers),
@@ -262,31 +263,22 @@ class ResidentStepRunner:
         )
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Run one step.
 
         Raises:
             ExecutionError: A task failed.
         """
-        self._decoder.reserve(inputs.num_positions)
-        copy_states(self._cache, self._layouts, inputs.state_copies)
-        state = self._state(inputs)
+        self._decoder.reserve(batch.num_positions)
+        copy_states(self._cache, self._layouts, batch.state_copies)
+        state = self._state(batch)
         self._device.synchronize()
         if self._before_step is not None:
-            cut = cut_step(inputs.attention, 1, ALL_ON_DEVICE)
+            cut = cut_batch(batch, 1, ALL_ON_DEVICE)
             self._before_step(cut, self._executor.schedule, 0)
         return (yield from self._executor.stream(state))
 
-    def _state(self, inputs: StepInputs) -> StepState:
-        target = self._device.torch_device
-        on_device = replace(
-            inputs,
-            token_ids=inputs.token_ids.to(target),
-            positions=inputs.positions.to(target),
-            logit_rows=inputs.logit_rows.to(target),
-            prompt_tokens=None if inputs.prompt_tokens is None else inputs.prompt_tokens.to(target),
-        )
-        batch = self._decoder.staged_batch(
-            inputs.attention, self._layout, target, with_states=inputs.attention
-        )
-        return StepState(on_device, batch)
+    def _state(self, batch: InputBatch) -> StepState:
+        sequences, target = attention_batch(batch.sequences), self._device.torch_device
+        staged = self._decoder.staged_batch(sequences, self._layout, target, with_states=sequences)
+        return StepState.of(batch, staged, self._decoder, target)

@@ -19,7 +19,7 @@ from raymoe.engine import runner_loading
 from raymoe.engine.accuracy import Accuracy, load_of
 from raymoe.engine.engine import Engine
 from raymoe.engine.runner_loading import EmulatedTiming
-from raymoe.engine.sequence import ScheduledStep
+from raymoe.engine.sequence import SchedulerOutput
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -212,7 +212,7 @@ def record_loads(monkeypatch: pytest.MonkeyPatch) -> list[StepLoad]:
     loads: list[StepLoad] = []
     record = Accuracy.record
 
-    def note(self: Accuracy, done: ScheduledStep, measured: Timeline) -> None:
+    def note(self: Accuracy, done: SchedulerOutput, measured: Timeline) -> None:
         loads.append(load_of(done))
         record(self, done, measured)
 

@@ -3,12 +3,12 @@
 import pickle
 
 import pytest
-import torch
 
 from raymoe.assets import demo_model_path
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError
+from raymoe.measure.host import make_batch
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.executor import finish
@@ -64,17 +64,8 @@ def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
 
 
 def test_a_runner_waits_and_says_for_how_long(plan) -> None:
-    class Inputs:  # of a step with one decoding row
-        def __init__(self, attention, logit_rows):
-            self.attention, self.logit_rows = attention, logit_rows
-
-    class Attention:
-        def __init__(self, query_start, context_tokens):
-            self.query_start, self.context_tokens = query_start, context_tokens
-
-    batch = Attention(torch.arange(301), torch.full((300,), 70))
     runner = WaitingRunner(WaitingModel.of(plan, speedup=100.0), 258)
-    run = runner.run(Inputs(batch, torch.arange(300)))
+    run = runner.run(make_batch(300, 70, 258))
     chunks = [next(run), next(run)]
     assert [(row, tuple(logits.shape)) for row, logits in chunks] == [
         (0, (256, 258)),

@@ -23,7 +23,8 @@ from raymoe.plan.job import StepTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepInputs, StepRun
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepRun
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.model import ModelSpec
@@ -92,13 +93,13 @@ class WaitingRunner:
         self._logits_CV = torch.zeros(LOGIT_CHUNK_ROWS, vocab_size)
         self._logits_CV[:, _TOKEN] = 1.0
 
-    def run(self, inputs: StepInputs) -> StepRun:
+    def run(self, batch: InputBatch) -> StepRun:
         """Yield made-up logits, and return when the step would be over."""
         begin_s = time.perf_counter()
-        batch = inputs.attention
-        num_scheduled_tokens = np.diff(batch.query_start.numpy())
-        load = load_of_scheduled_tokens(num_scheduled_tokens, batch.context_tokens.numpy())
-        num_rows = len(inputs.logit_rows)
+        sequences = batch.sequences
+        num_scheduled_tokens = np.diff(sequences.query_start)
+        load = load_of_scheduled_tokens(num_scheduled_tokens, sequences.context_tokens)
+        num_rows = len(batch.logit_rows)
         for first in range(0, num_rows, LOGIT_CHUNK_ROWS):
             yield first, self._logits(num_rows - first)
         seconds = self._model.seconds(load)

@@ -14,7 +14,8 @@ from raymoe.engine.core import Runner
 from raymoe.plan.draw import Colour
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.bindings import StepInputs, StepRun
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.files import write_file
@@ -41,13 +42,13 @@ class RunRecorder:
     def restart(self) -> None:
         self.num_steps, self.steady = 0, None
 
-    def run(self, inputs: StepInputs) -> StepRun:
-        shape = shape_of(inputs)
+    def run(self, batch: InputBatch) -> StepRun:
+        shape = shape_of(batch)
         profile: AbstractContextManager[object] = nullcontext()
         if self.profile is not None and StepKind.of(shape) is StepKind.DECODE:
             profile, self.profile = self.profile, None
         with profile:
-            timeline = yield from self.runner.run(inputs)
+            timeline = yield from self.runner.run(batch)
         self.num_steps += 1
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:

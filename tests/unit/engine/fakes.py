@@ -20,7 +20,8 @@ from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, Logits, StepInputs, StepRun
+from raymoe.runtime.batch import InputBatch
+from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, Logits, StepRun
 from raymoe.schedule.timeline import Timeline
 
 VOCAB_SIZE = 258
@@ -58,48 +59,46 @@ class FakeRunner:
     number of slots of states; without them the model has none.
     """
 
-    def __init__(
-        self, num_blocks: int, before=lambda _inputs: None, *, num_states: int = 0
-    ) -> None:
+    def __init__(self, num_blocks: int, before=lambda _batch: None, *, num_states: int = 0) -> None:
         self._states = [-1] * num_states
         self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
         self._before = before
         self.max_num_batched_tokens: list[int] = []
         self.largest_chunk = 0
 
-    def run(self, inputs: StepInputs) -> StepRun:
-        self._before(inputs)
-        batch = inputs.attention
-        starts, contexts = batch.query_start.tolist(), batch.context_tokens.tolist()
-        for source, target in inputs.state_copies:
+    def run(self, batch: InputBatch) -> StepRun:
+        self._before(batch)
+        sequences = batch.sequences
+        starts, contexts = sequences.query_start.tolist(), sequences.context_tokens.tolist()
+        for source, target in batch.state_copies:
             self._states[target] = self._states[source]
         assert starts[0] == 0
-        assert starts[-1] == len(inputs.token_ids) == len(inputs.positions)
+        assert starts[-1] == len(batch.token_ids) == len(batch.positions)
         self.max_num_batched_tokens.append(starts[-1])
         ends = {}
         for index, context in enumerate(contexts):
             begin, end = starts[index], starts[index + 1]
             first = context - (end - begin)
-            assert inputs.positions[begin:end].tolist() == list(range(first, context))
+            assert batch.positions[begin:end].tolist() == list(range(first, context))
             self.largest_chunk = max(self.largest_chunk, end - begin)
-            blocks = batch.block_table[index].numpy()
-            slot = int(batch.slots[index]) if self._states else None
+            blocks = sequences.block_table[index]
+            slot = int(sequences.slots[index]) if self._states else None
             if slot is not None and first == 0:
                 self._states[slot] = 0
             for offset in range(end - begin):
                 block, row = divmod(first + offset, BLOCK_TOKENS)
-                self._tokens[blocks[block], row] = inputs.token_ids[begin + offset]
+                self._tokens[blocks[block], row] = batch.token_ids[begin + offset]
                 ends[begin + offset] = (blocks, first + offset + 1)
                 if slot is not None:
-                    token = np.int32(inputs.token_ids[begin + offset]).tobytes()
+                    token = np.int32(batch.token_ids[begin + offset]).tobytes()
                     self._states[slot] = zlib.crc32(token, self._states[slot])
                     context_now = self._context(blocks, first + offset + 1)
                     assert self._states[slot] == checksum(context_now), "a state of other tokens"
-        yield from self._logits(inputs, ends)
+        yield from self._logits(batch, ends)
         return Timeline("fake", ())
 
-    def _logits(self, inputs: StepInputs, ends) -> Iterator[Logits]:
-        rows = inputs.logit_rows.tolist()
+    def _logits(self, batch: InputBatch, ends) -> Iterator[Logits]:
+        rows = batch.logit_rows.tolist()
         assert rows == sorted(set(rows))
         for begin in range(0, len(rows), LOGIT_CHUNK_ROWS):
             chunk = [

@@ -15,11 +15,12 @@ from raymoe.engine.accuracy import (
     StepKind,
     load_of,
 )
-from raymoe.engine.sequence import ScheduledStep
+from raymoe.engine.sequence import SchedulerOutput
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import StepLoad
+from raymoe.runtime.batch import InputBatch, Sequences
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import hardware_preset
@@ -35,22 +36,26 @@ def seconds_of(load: StepLoad) -> float:
     return 0.01 * load.tokens
 
 
-def step_of(*sequences: tuple[int, int]) -> ScheduledStep:
+def step_of(*sequences: tuple[int, int]) -> SchedulerOutput:
     """Sequences of (new tokens, context)."""
     num_scheduled_tokens, contexts = (
         np.array(values, np.int32) for values in zip(*sequences, strict=True)
     )
     tokens, empty = int(num_scheduled_tokens.sum()), np.zeros(0, np.int32)
-    return ScheduledStep(
+    return SchedulerOutput(
+        InputBatch(
+            token_ids=np.zeros(tokens, np.int64),
+            positions=np.zeros(tokens, np.int32),
+            sequences=Sequences(
+                query_start=np.concatenate([[0], np.cumsum(num_scheduled_tokens)]).astype(np.int32),
+                context_tokens=contexts,
+                block_table=np.zeros((len(num_scheduled_tokens), 1), np.int32),
+                prompt_tokens=np.zeros(len(num_scheduled_tokens), np.int32),
+            ),
+            logit_rows=np.zeros(0, np.int64),
+        ),
         slots=np.arange(len(num_scheduled_tokens)),
         num_scheduled_tokens=num_scheduled_tokens,
-        token_ids=np.zeros(tokens, np.int64),
-        positions=np.zeros(tokens, np.int32),
-        prompt_tokens=np.zeros(tokens, np.int32),
-        query_start=np.concatenate([[0], np.cumsum(num_scheduled_tokens)]).astype(np.int32),
-        context_tokens=contexts,
-        block_table=np.zeros((len(num_scheduled_tokens), 1), np.int32),
-        logit_rows=np.zeros(0, np.int64),
         row_slots=empty,
         row_positions=empty,
         row_is_sample=np.zeros(0, np.bool_),

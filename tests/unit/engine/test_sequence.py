@@ -64,13 +64,14 @@ def test_a_pass_holds_tokens_positions_and_the_rows_whose_logits_are_wanted():
     table = make_table([[5, 6, 7], [8]])
     slots = table.live_slots()[::-1]
     made = assemble_step(table, slots, np.array([2, 1], np.int32))
-    assert made.token_ids.tolist() == [5, 6, 8]
-    assert made.positions.tolist() == [0, 1, 0]
-    assert made.prompt_tokens.tolist() == [3, 3, 1]
-    assert made.query_start.tolist() == [0, 2, 3]
-    assert made.context_tokens.tolist() == [2, 1]
-    assert made.block_table.tolist() == [[1], [3]]
-    assert made.logit_rows.tolist() == [2]
+    batch = made.batch
+    assert batch.token_ids.tolist() == [5, 6, 8]
+    assert batch.positions.tolist() == [0, 1, 0]
+    assert batch.prompt_tokens.tolist() == [3, 3, 1]
+    assert batch.sequences.query_start.tolist() == [0, 2, 3]
+    assert batch.sequences.context_tokens.tolist() == [2, 1]
+    assert batch.sequences.block_table.tolist() == [[1], [3]]
+    assert batch.logit_rows.tolist() == [2]
     assert made.row_positions.tolist() == [1]
     assert made.row_is_sample.tolist() == [True]
 
@@ -78,7 +79,7 @@ def test_a_pass_holds_tokens_positions_and_the_rows_whose_logits_are_wanted():
 def test_prompt_logits_are_asked_for_all_but_the_last_prompt_token():
     table = make_table([[5, 6, 7]], wants_prompt_logits=True)
     made = assemble_step(table, table.live_slots(), np.array([3], np.int32))
-    assert made.logit_rows.tolist() == [0, 1, 2]
+    assert made.batch.logit_rows.tolist() == [0, 1, 2]
     assert made.row_positions.tolist() == [1, 2, 3]
     assert made.row_is_sample.tolist() == [False, False, True]
 

@@ -2,28 +2,34 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.runtime.micro_batches import CutStep, Division, cut_step
+from raymoe.runtime.batch import InputBatch, Sequences
+from raymoe.runtime.micro_batches import CutBatch, Division, cut_batch
 
 SEQUENCES = st.lists(
     st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=30
 )  # tokens in the step, tokens before
 
 
-def make_batch(sequences: list[tuple[int, int]]) -> AttentionBatch:
+def make_batch(sequences: list[tuple[int, int]]) -> InputBatch:
+    """The tokens are numbered, and all their logits are wanted."""
     num_scheduled_tokens = [tokens for tokens, _ in sequences]
-    contexts = [tokens + past for tokens, past in sequences]
-    width = max(-(-context // BLOCK_TOKENS) for context in contexts)
-    table = torch.arange(len(sequences) * width, dtype=torch.int32).reshape(-1, width)
-    return AttentionBatch(
-        query_start=torch.tensor([0, *np.cumsum(num_scheduled_tokens)], dtype=torch.int32),
-        context_tokens=torch.tensor(contexts, dtype=torch.int32),
-        block_table=table,
+    contexts = np.array([tokens + past for tokens, past in sequences], np.int32)
+    width = -(-int(contexts.max()) // BLOCK_TOKENS)
+    total = sum(num_scheduled_tokens)
+    return InputBatch(
+        token_ids=np.arange(total),
+        positions=np.zeros(total, np.int32),
+        sequences=Sequences(
+            query_start=np.cumsum([0, *num_scheduled_tokens], dtype=np.int32),
+            context_tokens=contexts,
+            block_table=np.arange(len(sequences) * width, dtype=np.int32).reshape(-1, width),
+            prompt_tokens=contexts,
+        ),
+        logit_rows=np.arange(total),
     )
 
 
@@ -32,9 +38,9 @@ def cut(
     num_micro_batches: int,
     fraction: float = 1.0,
     blocks: int = 10**6,
-) -> CutStep:
+) -> CutBatch:
     division = Division(cpu_attention_fraction=fraction, staged_blocks=blocks)
-    return cut_step(make_batch(sequences), num_micro_batches, division)
+    return cut_batch(make_batch(sequences), num_micro_batches, division)
 
 
 @given(SEQUENCES, st.integers(1, 6), st.floats(0, 1))
@@ -43,15 +49,17 @@ def test_every_token_is_in_one_wave_and_comes_back(
 ) -> None:
     done = cut(sequences, num_micro_batches, fraction)
     total = sum(tokens for tokens, _ in sequences)
-    assert sorted(done.order_T.tolist()) == list(range(total))
-    assert torch.equal(done.order_T[done.place_T], torch.arange(total))
+    order_T, place_T = done.batch.token_ids, done.batch.logit_rows
+    assert sorted(order_T.tolist()) == list(range(total))
+    assert order_T[place_T].tolist() == list(range(total))
     assert len(done.micro_batches) == num_micro_batches
     begin = 0
     for micro_batch in done.micro_batches:
         assert micro_batch.begin == begin
         begin = micro_batch.end
-        assert (micro_batch.host.begin, micro_batch.device.end) == (0, micro_batch.num_tokens)
-        assert micro_batch.host.end == micro_batch.device.begin
+        shares = (micro_batch.host, micro_batch.device)
+        counts = [int(share.num_scheduled_tokens.sum()) for share in shares]
+        assert counts == [micro_batch.num_host_tokens, micro_batch.end - micro_batch.middle]
     assert begin == total
 
 
@@ -68,58 +76,51 @@ def test_no_wave_exceeds_the_mean_by_more_than_one_chunk(
 def test_decoding_sequences_are_shared_and_prompts_go_to_the_device() -> None:
     sequences = [(1, 50)] * 10 + [(40, 0), (33, 31)]
     (micro_batch,) = cut(sequences, 1, fraction=0.7).micro_batches
-    assert len(micro_batch.host.batch.context_tokens) == 7
-    assert micro_batch.host.end == 7
-    assert sorted(np.diff(micro_batch.device.batch.query_start.numpy()).tolist()) == [
-        1,
-        1,
-        1,
-        33,
-        40,
-    ]
+    assert len(micro_batch.host) == 7
+    assert micro_batch.num_host_tokens == 7
+    assert sorted(micro_batch.device.num_scheduled_tokens) == [1, 1, 1, 33, 40]
 
 
 def test_what_the_device_has_no_room_for_attends_on_the_host() -> None:
     (micro_batch,) = cut([(1, 63)] * 6, 1, fraction=0.0, blocks=7).micro_batches
-    assert len(micro_batch.device.batch.context_tokens) == 3  # two blocks each
-    assert micro_batch.staging.num_blocks == 6
+    assert len(micro_batch.device) == 3  # two blocks each
+    assert micro_batch.num_staged_blocks == 6
 
 
 def test_only_blocks_with_earlier_tokens_are_staged() -> None:
     (micro_batch,) = cut([(1, 64), (40, 10), (50, 0)], 1, fraction=0.0).micro_batches
-    contexts = micro_batch.staging.batch.context_tokens.tolist()
-    table = micro_batch.staging.batch.block_table
+    contexts = micro_batch.staged.context_tokens.tolist()
+    table = micro_batch.staged.block_table
     staged = {
         device + index: host + index
-        for host, device, count in micro_batch.staging.runs_N3.tolist()
+        for host, device, count in micro_batch.staging_runs_N3.tolist()
         for index in range(count)
     }
     for sequence, context in enumerate(contexts):
         num_scheduled_tokens = int(
-            micro_batch.staging.batch.query_start[sequence + 1]
-            - micro_batch.staging.batch.query_start[sequence]
+            micro_batch.staged.query_start[sequence + 1] - micro_batch.staged.query_start[sequence]
         )
         past_blocks = -(-(context - num_scheduled_tokens) // BLOCK_TOKENS)
         for block in range(-(-context // BLOCK_TOKENS)):
             ours, theirs = (
                 int(table[sequence, block]),
-                int(micro_batch.device.batch.block_table[sequence, block]),
+                int(micro_batch.device.block_table[sequence, block]),
             )
             assert staged.get(ours) == (theirs if block < past_blocks else None)
-    assert micro_batch.staging.num_blocks == 3 + 2 + 2
+    assert micro_batch.num_staged_blocks == 3 + 2 + 2
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_contexts_are_spread(num_micro_batches: int) -> None:
     done = cut([(1, 10 * i) for i in range(32)], num_micro_batches)
-    sums = [int(micro_batch.host.batch.context_tokens.sum()) for micro_batch in done.micro_batches]
+    sums = [int(micro_batch.host.context_tokens.sum()) for micro_batch in done.micro_batches]
     assert max(sums) - min(sums) <= 310
 
 
 def test_decoding_sequences_are_spread_whatever_the_prompts() -> None:
     """Three prompts for two micro-batches: the one with a prompt less does not decode for both."""
     done = cut([(70, 0)] * 3 + [(1, 199)] * 60, 2)
-    assert [len(each.host.batch.context_tokens) for each in done.micro_batches] == [30, 30]
+    assert [len(each.host) for each in done.micro_batches] == [30, 30]
     assert done.max_tokens == 2 * 70 + 30
 
 

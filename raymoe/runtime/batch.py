@@ -1,0 +1,109 @@
+"""InputBatch: the tokens of one step and whose they are, in numpy until bindings need tensors."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class TokenChoice(NamedTuple):
+    """How tokens are chosen where the logits are.
+
+    Attributes:
+        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
+        needs_logits_R: bool, rows for which the host chooses, or reads the logits.
+    """
+
+    draws_R4: Tensor
+    needs_logits_R: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Which tokens of a batch belong to which sequence, and where its KV is; all int32.
+
+    Attributes:
+        query_start: [S + 1], index of each sequence's first token; the last entry is T.
+        context_tokens: [S], cached tokens after this step; the new tokens take the last positions.
+        block_table: [S, M], blocks of each sequence; entries beyond its context are ignored.
+        prompt_tokens: [S], length for which each prompt is rotated: its own, or that at which the
+            row started again.
+        slots: [S], where each sequence has its state; None where no layer keeps one.
+    """
+
+    query_start: Int32s
+    context_tokens: Int32s
+    block_table: Int32s
+    prompt_tokens: Int32s
+    slots: Int32s | None = None
+
+    def __len__(self) -> int:
+        return len(self.context_tokens)
+
+    @property
+    def num_scheduled_tokens(self) -> Int64s:
+        """Tokens of each in this step, [S] int64."""
+        return np.diff(self.query_start).astype(np.int64)
+
+    def select(self, chosen: Int64s) -> "Sequences":
+        """These sequences in this order, with their tokens one after the other."""
+        ends = np.cumsum(np.diff(self.query_start)[chosen], dtype=np.int32)
+        return Sequences(
+            query_start=np.concatenate([np.zeros(1, np.int32), ends]),
+            context_tokens=self.context_tokens[chosen],
+            block_table=self.block_table[chosen],
+            prompt_tokens=self.prompt_tokens[chosen],
+            slots=None if self.slots is None else self.slots[chosen],
+        )
+
+    def between(self, begin: int, end: int) -> "Sequences":
+        """The sequences from `begin` to `end`, exclusive, whose first token is 0; shares memory."""
+        starts = self.query_start[begin : end + 1]
+        return Sequences(
+            query_start=starts - starts[0],
+            context_tokens=self.context_tokens[begin:end],
+            block_table=self.block_table[begin:end],
+            prompt_tokens=self.prompt_tokens[begin:end],
+            slots=None if self.slots is None else self.slots[begin:end],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch:
+    """The tokens of one step, ragged over sequences.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int32 [T], position of each token in its sequence.
+        logit_rows: int64 [R], tokens of the step whose logits are wanted, in the order of these.
+        choice: Tells how a device may choose tokens itself, and is called only for a device that
+            does; None if all logits are wanted.
+        state_copies: (from, to) slots whose states are copied first, in this order.
+    """
+
+    token_ids: Int64s
+    positions: Int32s
+    sequences: Sequences
+    logit_rows: Int64s
+    state_copies: Sequence[tuple[int, int]] = ()
+    choice: Callable[[], "TokenChoice"] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_positions(self) -> int:
+        """All tokens of the step have smaller positions."""
+        return int(self.sequences.context_tokens.max(initial=0))
+
+    @property
+    def prompt_tokens(self) -> Int32s:
+        """The prompt length of each token's sequence, int32 [T]."""
+        return np.repeat(self.sequences.prompt_tokens, np.diff(self.sequences.query_start))
