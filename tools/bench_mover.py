@@ -20,7 +20,7 @@ import torch
 from raymoe import _native
 from raymoe.device.lane import ThreadLane, call_all
 from raymoe.device.mover import Copies, Link
-from raymoe.runtime.executor import LaneExecutor
+from raymoe.runtime.executor import Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Timeline
 from raymoe.units import GB, MIB
@@ -111,7 +111,7 @@ def run(schedule: Schedule, bytes_per_s: float) -> Timeline:
     link = Link(runtime, runtime.new_stream)
     lanes = {**link.lanes, Resource.GPU: ThreadLane(Resource.GPU)}
     try:
-        executor = LaneExecutor(schedule, dict.fromkeys(Op, copy), lanes, traffic=link.traffic)
+        executor = Executor(schedule, dict.fromkeys(Op, copy), lanes, traffic=link.traffic)
         return executor.run(None)
     finally:
         call_all(lane.close for lane in lanes.values())

@@ -5,12 +5,14 @@ import enum
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raymoe.bench.workloads import RowLengths, make_prompts
 from raymoe.config import EngineConfig, SamplingParams
@@ -21,8 +23,7 @@ from raymoe.engine.loading import load_parts
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import StepRun
-from raymoe.runtime.executor import Bindings, LaneExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Timeline, simulate
@@ -75,7 +76,7 @@ def _run(schedule: Schedule) -> Timeline:
     bindings: Bindings[None] = dict.fromkeys(Op, nothing)
     lanes: dict[Resource | Op, Lane] = {key: ThreadLane(key) for key in schedule.resources}
     try:
-        return LaneExecutor(schedule, bindings, lanes).run(None)
+        return Executor(schedule, bindings, lanes).run(None)
     finally:
         for lane in lanes.values():
             lane.close()
@@ -161,10 +162,18 @@ class StepRecorder:
         self._runner = runner
         self.steps: list[tuple[StepShape, Timeline]] = []
 
-    def run(self, batch: InputBatch) -> StepRun:
-        timeline = yield from self._runner.run(batch)
-        self.steps.append((shape_of(batch), timeline))
-        return timeline
+    @property
+    def last_timeline(self) -> Timeline:
+        return self._runner.last_timeline
+
+    @contextmanager
+    def run(self, batch: InputBatch) -> Iterator[Tensor]:
+        with self._runner.run(batch) as hidden_RH:
+            yield hidden_RH
+        self.steps.append((shape_of(batch), self.last_timeline))
+
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        return self._runner.compute_logits(hidden_RH)
 
 
 def shape_of(batch: InputBatch) -> StepShape:

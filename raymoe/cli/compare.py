@@ -26,7 +26,7 @@ from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import MicroBatchShape, ModelWork
-from raymoe.runtime.executor import finish
+from raymoe.runtime.micro_batches import CutBatch
 from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
@@ -139,21 +139,24 @@ class _Run:
     def compare(self, time_scale: float) -> Comparison:
         memory_bytes = max(self._hardware.gpu_memory_bytes, 64 * GIB)
         with contextlib.closing(EmulatedDevice(memory_bytes, Instant(), time_scale)) as device:
-            model = self._model()
-            runner, release = load_on_device(model, device)
+            model, schedules = self._model(), list[Schedule]()
+
+            def set_costs(_cut: CutBatch, schedule: Schedule, _form: int) -> None:
+                schedules.append(schedule)
+                if len(schedules) > 1:  # the first step warms up
+                    device.cost = self._cost(schedule, model)
+
+            runner, release = load_on_device(model, device, set_costs)
             batch = make_batch(self._rows, self._context, self._spec.vocab_size)
-            finish(runner.run(batch))
-            schedule = runner.schedule_of(batch)
-            cost = self._cost(schedule, model)
-            device.cost = cost
+            runner.time(batch)
             with _without_collector():
-                measured = finish(runner.run(batch))
+                measured = runner.time(batch)
             release()
         return Comparison(
             name=self._name,
             num_rows=self._step.num_rows,
-            schedule=schedule,
-            predicted=simulate(schedule, cost),
+            schedule=schedules[-1],
+            predicted=simulate(schedules[-1], device.cost),
             measured=measured.scaled(1 / time_scale),
         )
 

@@ -320,8 +320,14 @@ class CudaDevice(Generic[StreamT, EventT]):
             logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
         return reason
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let the calling thread compute in the stream of the GPU lane."""
+        with self._driver.thread_context(), self._driver.use(self._compute.stream):
+            yield
+
     def synchronize(self) -> None:
-        """Wait for the default stream: allocations, copies and kernels of the calling thread."""
+        """Wait for the current stream: allocations, copies and kernels of the calling thread."""
         self._driver.synchronize()
 
     def traffic(self) -> Mapping[Resource, LinkUse]:

@@ -96,7 +96,7 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
         """Allocate page-locked host memory, uint8."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until its default stream is done."""
+        """Block the calling thread until its current stream is done."""
 
 
 CUDART_FUNCTIONS = (
@@ -221,7 +221,7 @@ class TorchCuda:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
-        torch.cuda.default_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, PORTABLE))

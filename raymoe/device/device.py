@@ -75,7 +75,10 @@ class Device(Protocol):
 
     @property
     def lanes(self) -> Mapping[Resource | Op, Lane]:
-        """One lane for each resource, and for operations that have a lane of their own."""
+        """One lane for each resource, and for operations that have a lane of their own.
+
+        None where tasks run in the thread that submits them.
+        """
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -111,6 +114,12 @@ class Device(Protocol):
 
     def memory_near(self) -> AbstractContextManager[None]:
         """Prefer the device's NUMA node for host pages that this thread writes first."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Let the calling thread compute as the lane of computation does, which is idle meanwhile.
+
+        Work is done after that of the lane, in the same memory for intermediates.
+        """
 
     def synchronize(self) -> None:
         """Wait for the work that the calling thread itself has put on the device."""

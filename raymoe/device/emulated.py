@@ -1,4 +1,4 @@
-"""An emulated device: CPU memory, and lanes whose tasks take the predicted time."""
+"""Host memory as a device: without lanes, or emulated, with tasks that take the predicted time."""
 
 import random
 import select
@@ -17,6 +17,7 @@ from raymoe.device.mover import CopyTime, Link
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import CostModel, LinkUse
 
+UNLIMITED = 1 << 62  # bytes
 SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late; 50 us of that is timer slack
 
 
@@ -53,7 +54,48 @@ class RandomStalls:
 Stall = Callable[[Task], float]
 
 
-class EmulatedDevice:
+class HostDevice:
+    """The host as a device: no lanes, so tasks run where they are submitted, and no limit."""
+
+    lanes: Mapping[Resource | Op, Lane] = MappingProxyType({})
+    torch_device = torch.device("cpu")
+    poison: Callable[[Tensor], None] | None = None
+    computing: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    traffic: Callable[[], Mapping[Resource, LinkUse]] = staticmethod(dict)
+
+    def __init__(self, memory_bytes: int = UNLIMITED) -> None:
+        self.ledger = MemoryLedger(memory_bytes)
+
+    def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
+        """Allocate zeroed memory; the ledger counts it until the device is gone."""
+        self.ledger.take(num_bytes, purpose)
+        return self.allocate_pinned(num_bytes)
+
+    @staticmethod
+    def allocate_pinned(num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    @staticmethod
+    def pin(memory: Tensor) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def prepare(num_bytes: int, compile_kernels: Callable[[], object]) -> None:
+        """Do nothing: no kernel has to be compiled."""
+
+    @staticmethod
+    def memory_near() -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
+    def synchronize() -> None:
+        """Do nothing: work is done when its call returns."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class EmulatedDevice(HostDevice):
     """An emulated device with limited memory.
 
     Memory that was never written, or that was poisoned, reads as NaN, so that a task that runs too
@@ -78,14 +120,13 @@ class EmulatedDevice:
             time_scale: Tasks last `cost.duration_s(task) * time_scale`; 0 for as fast as possible.
             stall: Seconds by which a task's work begins late; part of the task's duration.
         """
+        super().__init__(memory_bytes)
         self.cost = cost
-        self.ledger = MemoryLedger(memory_bytes)
-        self.torch_device = torch.device("cpu")
         self._time_scale = time_scale
         self._stall = stall
         runtime = _native.SimulatedLink(bytes_per_s=0.0, copies=True)
         self._link = Link(runtime, runtime.new_stream, self._copy_time)
-        self.lanes: Mapping[Resource | Op, Lane] = MappingProxyType(
+        self.lanes = MappingProxyType(
             {
                 **self._link.lanes,
                 **{
@@ -113,26 +154,6 @@ class EmulatedDevice:
             tensor.fill_(True)
         else:
             tensor.fill_(-1 if tensor.dtype.is_signed else torch.iinfo(tensor.dtype).max)
-
-    @staticmethod
-    def allocate_pinned(num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    @staticmethod
-    def pin(memory: Tensor) -> None:
-        """Do nothing."""
-
-    @staticmethod
-    def prepare(num_bytes: int, compile_kernels: Callable[[], object]) -> None:
-        """Do nothing: no kernel has to be compiled."""
-
-    @staticmethod
-    def memory_near() -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @staticmethod
-    def synchronize() -> None:
-        """Do nothing: copies are done when they return."""
 
     def traffic(self) -> Mapping[Resource, LinkUse]:
         return self._link.traffic()

@@ -1,14 +1,12 @@
 """EngineCore: one step after another, from the schedule to finished rows. One thread owns it."""
 
-import contextlib
 import faulthandler
 import logging
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -20,19 +18,19 @@ from raymoe.engine.accuracy import Accuracy, Replanner
 from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
-from raymoe.engine.sampler import Sampler, token_logprobs
+from raymoe.engine.sampler import Sampler, to_host, token_logprobs
 from raymoe.engine.scheduler import StepScheduler
 from raymoe.engine.sequence import Bools, DecodeAll, SchedulerOutput, decode_each
 from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
+from raymoe.kernels.cpu_elementwise import triton_runs_on
 from raymoe.memory.prefixes import PrefixSalt, no_salt
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.plan.device_step import KV_BLOCK_TOKENS, LOGIT_CHUNK_ROWS
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import ChosenRows, StepRun
 from raymoe.schedule.timeline import Timeline
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
@@ -127,18 +125,31 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes a step: `runtime.runner.StepRunner`, or a test's stand-in."""
+    """What computes a step: `runtime.runner.ModelRunner`, or a test's stand-in."""
 
-    def run(self, batch: InputBatch) -> StepRun:
-        """Run one step: yields the logits, returns what was measured."""
+    @property
+    def last_timeline(self) -> Timeline:
+        """When each task of the latest step ran, its logits included."""
+
+    def run(self, batch: InputBatch) -> AbstractContextManager[Tensor]:
+        """Run one step: in the context there are its hidden rows, [R, H], for `compute_logits`."""
+
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        """Return the logits, [R, V], of some of the hidden rows, on the device that has these."""
 
 
 class ClosedRunner:
     """Stands for the runner of an engine that is closed."""
 
-    def run(self, batch: InputBatch) -> StepRun:
+    last_timeline = Timeline("closed", ())
+
+    def run(self, batch: InputBatch) -> AbstractContextManager[Tensor]:
         """Refuse a step."""
-        raise ExecutionError(f"the engine is closed: it runs no {batch.num_tokens} tokens")
+        raise ExecutionError(f"the engine is closed: it runs no {len(batch.token_ids)} tokens")
+
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        """Refuse rows."""
+        raise ExecutionError(f"the engine is closed: it has no {len(hidden_RH)} rows")
 
 
 class EngineCore:
@@ -252,25 +263,17 @@ class EngineCore:
 
     @torch.inference_mode()
     def _run(self, next_step: SchedulerOutput) -> Timeline:
-        """Run a step, and sample from each chunk of its logits as soon as it is there."""
-        choice = partial(
-            self._sampler.choice,
-            next_step.row_slots,
-            next_step.row_positions,
-            next_step.row_is_sample,
-        )
-        with contextlib.closing(self._runner.run(replace(next_step.batch, choice=choice))) as run:
-            while True:
-                try:
-                    first_row, output = next(run)
-                except StopIteration as end:
-                    timeline: Timeline = end.value
-                    return timeline
-                if isinstance(output, ChosenRows):
-                    self._take_chosen(next_step, first_row, output)
-                else:
-                    rows = np.arange(first_row, first_row + output.shape[0])
-                    self._take(next_step, rows, output)
+        """Run a step, and sample in chunks: logits of a whole prompt are never held at once."""
+        with self._runner.run(next_step.batch) as hidden_RH:
+            for begin in range(0, len(hidden_RH), LOGIT_CHUNK_ROWS):
+                chunk_CH = hidden_RH[begin : begin + LOGIT_CHUNK_ROWS]
+                rows = np.arange(begin, begin + len(chunk_CH))
+                logits_CV = self._runner.compute_logits(chunk_CH)
+                if triton_runs_on(logits_CV.device):
+                    rows, logits_CV = self._take_on_device(next_step, rows, logits_CV)
+                if len(rows):
+                    self._take(next_step, rows, to_host(logits_CV))
+        return self._runner.last_timeline
 
     @torch.inference_mode()
     def _sample_late(self) -> None:
@@ -323,14 +326,22 @@ class EngineCore:
             if sample.request.params.form is not None:
                 self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
 
-    def _take_chosen(self, done: SchedulerOutput, first_row: int, output: ChosenRows) -> None:
-        tokens, rows = output.tokens_C.numpy(), output.rows_N.numpy()
-        slots = done.row_slots[first_row : first_row + len(tokens)]
-        chosen = np.delete(np.arange(len(tokens)), rows)
-        self._refuse_none(chosen, slots, tokens)
-        self._keep(chosen, slots, tokens)
-        if len(rows):
-            self._take(done, first_row + rows, output.logits_NV)
+    def _take_on_device(
+        self, done: SchedulerOutput, step_rows: Rows, logits_CV: Tensor
+    ) -> tuple[Rows, Tensor]:
+        """Choose where the logits are; returns the rows, and their logits, that the host needs."""
+        slots, positions = done.row_slots[step_rows], done.row_positions[step_rows]
+        needs_logits = self._sampler.needs_logits(slots, done.row_is_sample[step_rows])
+        rows, others = np.flatnonzero(~needs_logits), np.flatnonzero(needs_logits)
+        if not len(rows):
+            return step_rows, logits_CV
+        tokens = self._sampler.choose_on_device(logits_CV, slots, positions)
+        self._refuse_none(rows, slots, tokens)
+        self._keep(rows, slots, tokens)
+        if not len(others):
+            return others, logits_CV[:0]
+        index = torch.from_numpy(others).to(logits_CV.device)
+        return step_rows[others], logits_CV[index]
 
     def _take(self, done: SchedulerOutput, step_rows: Rows, logits_CV: Tensor) -> None:
         slots, positions = done.row_slots[step_rows], done.row_positions[step_rows]

@@ -164,8 +164,10 @@ class Counters:
 
     def record_step(self, done: "SchedulerOutput", step_s: float) -> None:
         self.num_steps += 1
-        self.num_computed_tokens += done.batch.num_tokens
-        self.num_prompt_tokens += int((done.batch.positions < done.batch.prompt_tokens).sum())
+        sequences, num_new = done.batch.sequences, done.num_scheduled_tokens
+        num_of_prompts = sequences.prompt_tokens - (sequences.context_tokens - num_new)
+        self.num_computed_tokens += len(done.batch.token_ids)
+        self.num_prompt_tokens += int(num_of_prompts.clip(0, num_new).sum())
         self.num_sampled_tokens += int(done.row_is_sample.sum())
         self.step_s += step_s
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,8 +37,7 @@ from raymoe.engine.runner_loading import (
 from raymoe.errors import ExecutionError
 from raymoe.memory.weights import Weights
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import StepRun
-from raymoe.runtime.executor import finish
+from raymoe.schedule.timeline import Timeline
 from raymoe.specs.model import ModelSpec
 
 # ruff: noqa: SLF001 - torch has these options under no other names
@@ -216,7 +215,8 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     while True:
         message = inbox.get()
         assert isinstance(message, InputBatch)
-        finish(runner.run(message))
+        with runner.run(message):
+            pass  # rank 0 alone has logits
 
 
 STAGES = ("started", "imported", "loaded")
@@ -363,11 +363,9 @@ class Ranks:
                 raise ExecutionError(f"{names} not {stage} after {limit_s:g} s")
 
     def send(self, batch: InputBatch) -> None:
-        """Send a step to the others, which return no logits."""
         self._check()
-        message = replace(batch, logit_rows=batch.logit_rows[:0], choice=None)
         for rank in self._processes:
-            rank.send(message)
+            rank.send(batch)
 
     def explain(self, error: Exception) -> Exception:
         """Return what happened to a rank, if it caused this error of a step, else the error."""
@@ -408,17 +406,28 @@ class RankedRunner:
     def __init__(self, own: Runner, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
-    def run(self, batch: InputBatch) -> StepRun:
-        """Run one step; returns what was measured here.
+    @property
+    def last_timeline(self) -> Timeline:
+        """What was measured here."""
+        return self._own.last_timeline
+
+    @contextlib.contextmanager
+    def run(self, batch: InputBatch) -> Iterator[Tensor]:
+        """Run one step; its hidden rows are the same on all ranks.
 
         Raises:
             ExecutionError: A task failed, or a rank; names it.
         """
         self._ranks.send(batch)
         try:
-            return (yield from self._own.run(batch))
+            with self._own.run(batch) as hidden_RH:
+                yield hidden_RH
         except Exception as error:
             raise self._ranks.explain(error) from error
+
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        """Compute logits here: every rank has the whole head."""
+        return self._own.compute_logits(hidden_RH)
 
 
 def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:

@@ -19,8 +19,8 @@ from raymoe.engine.tasks.rows import EncodedRow, RowEncoder, TaskOptions, TaskRo
 from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.memory.kv_cache import blocks_of_tokens
 from raymoe.memory.prefixes import prefix_keys
+from raymoe.runtime.batch import blocks_of_tokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

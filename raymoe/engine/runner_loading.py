@@ -15,7 +15,7 @@ from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
-from raymoe.device.emulated import EmulatedDevice
+from raymoe.device.emulated import EmulatedDevice, HostDevice
 from raymoe.device.lane import call_all, released_on_error
 from raymoe.engine.core import Runner
 from raymoe.engine.identity import Choice
@@ -27,9 +27,9 @@ from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
-from raymoe.memory.activations import ActivationSizes, HostActivations, StepActivations
+from raymoe.memory.activations import ActivationSizes, DeviceActivations, HostActivations
 from raymoe.memory.arena import HostArena, SharedArena
-from raymoe.memory.kv_cache import KvCache, blocks_of_tokens, device_cache
+from raymoe.memory.kv_cache import KvCache, device_cache
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import LayerPaging, WeightPages
@@ -50,17 +50,13 @@ from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
-from raymoe.runtime.batch import Sequences
-from raymoe.runtime.bindings import DeviceMemory
+from raymoe.runtime.batch import Sequences, blocks_of_tokens
+from raymoe.runtime.in_place import InPlace
 from raymoe.runtime.micro_batches import CutBatch, Division, MicroBatch
-from raymoe.runtime.runner import (
-    BeforeStep,
-    DeviceStepRunner,
-    ResidentStepRunner,
-    StepRunner,
-    Steps,
-)
-from raymoe.schedule.builders import RING_SCHEDULES, build_in_place
+from raymoe.runtime.operations import StreamedMemory
+from raymoe.runtime.runner import BeforeStep, ModelRunner
+from raymoe.runtime.streamed import Schedules, Streamed
+from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resident
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
@@ -121,7 +117,7 @@ class LoadedModel:
 
 def load_on_device(
     model: LoadedModel, device: Device, before_step: BeforeStep | None = None
-) -> tuple[DeviceStepRunner, Callable[[], None]]:
+) -> tuple[ModelRunner, Callable[[], None]]:
     """Fill host and device memory; returns the runner and what releases everything.
 
     Args:
@@ -136,7 +132,9 @@ def load_on_device(
         weights = _load_pages(model, steps.cut, device)
     if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
         steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
-    memory = _load_memory(replace(model, steps=steps), weights, device)
+    model = replace(model, steps=steps)
+    cache, is_pinned = _pinned_cache(model, device)
+    memory = _load_memory(model, weights, cache, device, is_cache_pinned=is_pinned)
     device.synchronize()
     device.prepare(
         model.workspace_bytes,
@@ -145,9 +143,9 @@ def load_on_device(
     division = Division(
         cpu_attention_fraction=steps.cpu_attention_fraction, staged_blocks=steps.staged_blocks
     )
-    runner = DeviceStepRunner(
+    placement = Streamed(
         memory,
-        Steps(
+        Schedules(
             forms=tuple(split.form for split in steps.splits),
             build=steps.build,
             division=division,
@@ -155,13 +153,13 @@ def load_on_device(
             loads_ahead=steps.schedule in RING_SCHEDULES and not steps.device.staging_slots,
         ),
         device,
-        before_step=before_step,
+        before_step,
     )
 
     def release() -> None:
-        call_all([device.close, memory.cache.close, memory.weights.close])
+        call_all([device.close, cache.close, weights.close])
 
-    return runner, release
+    return ModelRunner(placement, device), release
 
 
 def _is_pinned(memory: Tensor, device: Device) -> bool:
@@ -179,7 +177,31 @@ def _is_pinned(memory: Tensor, device: Device) -> bool:
     return False
 
 
-def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> DeviceMemory:
+def _pinned_cache(model: LoadedModel, device: Device) -> tuple[KvCache, bool]:
+    """The KV cache in host memory, and whether it is page-locked."""
+    policy = model.steps.policy
+    num_slots = 0 if model.steps.device.states_on_device else policy.num_state_slots
+    cache = KvCache(model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=num_slots)
+    reason = device.pin(cache.host_memory)
+    if reason is not None:
+        warnings.warn(
+            f"cannot pin {format_bytes(cache.num_bytes)} of KV cache ({reason}): what the device "
+            "reads of it is copied at a fraction of the link's rate. Raise the limit of locked "
+            "memory, or use fewer KV blocks.",
+            PerformanceWarning,
+            stacklevel=2,
+        )
+    return cache, reason is None
+
+
+def _load_memory(
+    model: LoadedModel,
+    weights: WeightPages,
+    cache: KvCache,
+    device: Device,
+    *,
+    is_cache_pinned: bool,
+) -> StreamedMemory:
     spec, dtype, steps = model.spec, model.dtype, model.steps
     kept = _load_kept(model, device)
     sizes = ActivationSizes(
@@ -191,44 +213,35 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
         returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
     )
-    policy, is_on_device = steps.policy, steps.device.states_on_device
-    num_slots = 0 if is_on_device else policy.num_state_slots
-    cache = KvCache(model.kv_layouts, policy.num_kv_blocks, model.new_arena, num_slots=num_slots)
-    reason = device.pin(cache.host_memory)
-    if reason is not None:
-        warnings.warn(
-            f"cannot pin {format_bytes(cache.num_bytes)} of KV cache ({reason}): what the device "
-            "reads of it is copied at a fraction of the link's rate. Raise the limit of locked "
-            "memory, or use fewer KV blocks.",
-            PerformanceWarning,
-            stacklevel=2,
-        )
-    return DeviceMemory(
+    return StreamedMemory(
         top_k=tuple(
             layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
         expert_groups=steps.cut.expert_groups,
         host_experts=_host_experts(model, weights) if steps.has_host_experts else (),
+        torch_device=device.torch_device,
         decoders=(
             _decoder(model, weights, kept, first_slot=0, device=device),
             _decoder(model, weights, kept, first_slot=1, device=device),
         ),
         weights=weights,
-        cache=cache,
+        kv=cache.layers,
+        layouts=model.kv_layouts,
         states=device_cache(
             model.kv_layouts,
             0,
             lambda size: device.allocate(size, "states"),
-            num_slots=policy.num_state_slots if is_on_device else 0,
+            num_slots=steps.policy.num_state_slots if steps.device.states_on_device else 0,
         ),
-        device=StepActivations(
+        device=DeviceActivations(
             spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
         ),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
         staging=[
             device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
         ],
-        is_cache_pinned=reason is None,
+        is_cache_pinned=is_cache_pinned,
+        poison=device.poison,
     )
 
 
@@ -303,7 +316,7 @@ def _rounded(value: float) -> float:
 
 def load_resident(
     model: LoadedModel, device: Device, before_step: BeforeStep | None = None
-) -> tuple[ResidentStepRunner, Callable[[], None]]:
+) -> tuple[ModelRunner, Callable[[], None]]:
     """Put all weights, the KV cache and states on the device; otherwise as `load_on_device`."""
     cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
     weights = _load_pages(model, cut, device)
@@ -322,12 +335,14 @@ def load_resident(
     device.prepare(
         model.workspace_bytes, partial(_compile, model, decoder, max_tokens, device.torch_device)
     )
-    runner = ResidentStepRunner(decoder, cache, layouts, device, before_step=before_step)
+    placement = InPlace(
+        decoder, cache, layouts, build=build_resident, device=device, before_step=before_step
+    )
 
     def release() -> None:
         call_all([device.close, weights.close])
 
-    return runner, release
+    return ModelRunner(placement, device), release
 
 
 def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: torch.device) -> None:
@@ -704,4 +719,6 @@ def _load_in_place(job: LoadJob, share: RankShare) -> Loaded:
         cache.close()
         arena.close()
 
-    return Loaded(StepRunner(decoder, cache, build_in_place(spec.num_layers)), release)
+    device = HostDevice()
+    placement = InPlace(decoder, cache.layers, layouts, build=build_in_place, device=device)
+    return Loaded(ModelRunner(placement, device), release)

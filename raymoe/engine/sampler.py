@@ -19,13 +19,13 @@ from raymoe.engine.sequence import SequenceTable
 from raymoe.kernels.cpu_elementwise import (
     RandomKeys,
     argmax,
+    choose,
     gumbel_argmax,
     log_sum_exp,
     pack_draws,
     topk_logprobs,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.runtime.batch import TokenChoice
 
 Bools = npt.NDArray[np.bool_]
 Float32s = npt.NDArray[np.float32]
@@ -321,32 +321,36 @@ class Sampler:
             rows = np.arange(len(slots))
         tokens = np.empty(len(slots), np.int32)
         path = self._table.path[slots]
-        for choose, kind in (
+        for choose_some, kind in (
             (self._choose_greedy, GREEDY),
             (self._choose_free, FREE),
             (self._choose_processed, PROCESSED),
         ):
             chosen = np.flatnonzero(path == kind)
             if kind != PROCESSED and len(chosen) == logits_RV.shape[0]:
-                return choose(logits_RV, slots, positions)
+                return choose_some(logits_RV, slots, positions)
             for part in _slices(chosen, logits_RV.shape[1]):
                 some_RV = logits_RV.index_select(0, torch.from_numpy(rows[part]))
-                tokens[part] = choose(some_RV, slots[part], positions[part])
+                tokens[part] = choose_some(some_RV, slots[part], positions[part])
         return tokens
 
-    def choice(self, slots: Int32s, positions: Int32s, is_sample: Bools) -> TokenChoice:
-        """Return how a device chooses the tokens of rows; rows of prompts need their logits."""
-        table, path = self._table, self._table.path[slots]
-        needs_logits = ~is_sample | table.is_read[slots] | table.wants_logprobs[slots]
-        needs_logits |= path == PROCESSED
-        is_greedy = needs_logits | (path == GREEDY)
-        temperature = np.where(is_greedy, np.float32(1), table.numbers["temperature"][slots])
+    def needs_logits(self, slots: Int32s, is_sample: Bools) -> Bools:
+        """Rows for which the host chooses, or of whose logits it reads more: those of prompts."""
+        table = self._table
+        is_looked_at = ~is_sample | table.is_read[slots] | table.wants_logprobs[slots]
+        is_needed: Bools = is_looked_at | (table.path[slots] == PROCESSED)
+        return is_needed
+
+    def choose_on_device(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Int32s:
+        """As `choose`, where the logits are; tokens of rows that need their logits mean nothing."""
+        is_greedy = self._table.path[slots] != FREE
+        temperature = np.where(is_greedy, np.float32(1), self._table.numbers["temperature"][slots])
         draws_R4 = pack_draws(
             self._random_keys(slots, positions),
             torch.from_numpy(1.0 / temperature),
             torch.from_numpy(is_greedy),
         )
-        return TokenChoice(draws_R4, torch.from_numpy(needs_logits))
+        return _as_int32(to_host(choose(logits_RV, draws_R4.to(logits_RV.device))))
 
     def processed(self, logits_RV: Tensor, slots: Int32s, positions: Int32s) -> Tensor:
         """The float32 logits that the token is drawn from."""
@@ -431,6 +435,13 @@ def _slices(rows: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArra
     step = max(1, SLICE_ELEMENTS // vocab_size)
     for begin in range(0, len(rows), step):
         yield rows[begin : begin + step]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Wait for a tensor and copy it from a GPU to pinned memory, which torch keeps for the next."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _as_int32(tokens: Tensor) -> Int32s:

@@ -25,7 +25,6 @@ from raymoe.engine.sequence import (
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.block_pool import BlockPool
-from raymoe.memory.kv_cache import blocks_of_tokens
 from raymoe.memory.prefixes import (
     ComingPrefixes,
     PrefixSalt,
@@ -36,6 +35,7 @@ from raymoe.memory.prefixes import (
 )
 from raymoe.plan.job import MEAN_WASTE, SteadyAdmission
 from raymoe.plan.policy import Policy
+from raymoe.runtime.batch import blocks_of_tokens
 
 HISTORY = 1024  # finished rows that are remembered
 MIN_HISTORY = 16  # with fewer, every row counts as long as it may become

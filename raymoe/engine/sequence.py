@@ -10,8 +10,7 @@ from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
 from raymoe.errors import ExecutionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
-from raymoe.memory.kv_cache import blocks_of_tokens
-from raymoe.runtime.batch import InputBatch, Sequences
+from raymoe.runtime.batch import InputBatch, Sequences, blocks_of_tokens
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raymoe.device.emulated import HostDevice
 from raymoe.device.threads import set_num_threads
 from raymoe.kernels.cpu_elementwise import qkv_rope, rms_norm
 from raymoe.kernels.cpu_linear import packed_linear_is_used
@@ -39,10 +40,9 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.batch import InputBatch, Sequences
-from raymoe.runtime.executor import finish
-from raymoe.runtime.runner import StepRunner
+from raymoe.runtime.in_place import InPlace
+from raymoe.runtime.runner import ModelRunner
 from raymoe.schedule.builders import build_in_place
-from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
@@ -107,17 +107,13 @@ class NarrowSteps:
 
 def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:
     runner = _make_runner(model)
-
-    def run(batch: InputBatch) -> Timeline:
-        return finish(runner.run(batch))
-
     return [
         KernelJob(
             kernel="step",
             case=f"{rows * new_tokens} tokens",
             calls=[
                 partial(
-                    run,
+                    runner.time,
                     make_batch(rows, _context(new_tokens), model.vocab_size, new_tokens),
                 )
             ],
@@ -161,7 +157,7 @@ def make_batch(rows: int, context: int, vocab_size: int, new_tokens: int = 1) ->
     )
 
 
-def _make_runner(model: ModelSpec) -> StepRunner:
+def _make_runner(model: ModelSpec) -> ModelRunner:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.empty(shape, dtype=DTYPE).normal_(0.0, 0.03, generator=generator)
@@ -171,7 +167,9 @@ def _make_runner(model: ModelSpec) -> StepRunner:
     decoder = Decoder.load(model, weights.__getitem__, arena.allocate, DTYPE)
     num_blocks = max(rows * ceil_div(_context(new), BLOCK_TOKENS) for rows, new in STEPS)
     cache = KvCache(cache_layouts(model, DTYPE), num_blocks)
-    return StepRunner(decoder, cache, build_in_place(model.num_layers))
+    device = HostDevice()
+    placement = InPlace(decoder, cache.layers, cache.layouts, build=build_in_place, device=device)
+    return ModelRunner(placement, device)
 
 
 def _context(new_tokens: int) -> int:

@@ -134,7 +134,7 @@ class HostActivations:
         return _routing_of(self.topk_ids_TK[rows], self.topk_weights_TK[rows], top_k)
 
 
-class StepActivations:
+class DeviceActivations:
     """Device memory: hidden states of all micro-batches, and a ring of attention buffers."""
 
     def __init__(

@@ -10,13 +10,9 @@ from itertools import repeat
 from torch import Tensor
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, StateLayout
+from raymoe.kernels.paged_kv import CacheLayout, StateLayout
 from raymoe.memory.arena import HostArena, aligned_bytes
-from raymoe.units import ceil_div, format_bytes
-
-
-def blocks_of_tokens(num_tokens: int) -> int:
-    return ceil_div(num_tokens, BLOCK_TOKENS)
+from raymoe.units import format_bytes
 
 
 class KvCache:
@@ -52,6 +48,11 @@ class KvCache:
     def host_memory(self) -> Tensor:
         return self._arena.memory
 
+    @property
+    def layers(self) -> Sequence[Tensor]:
+        """What `layer` returns, of all layers."""
+        return self._layers
+
     def layer(self, index: int) -> Tensor:
         """Blocks of one layer, [N, *block_shape], or bytes of its states, in its layout."""
         return self._layers[index]
@@ -65,10 +66,6 @@ class KvCache:
         with ThreadPoolExecutor(num_threads) as pool:
             for _ in pool.map(_zero, self._layers, self.layouts, repeat(num_blocks)):
                 pass
-
-    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of all layers that have any between slots, (from, to), in this order."""
-        copy_states(self._layers, self.layouts, copies)
 
     def close(self) -> None:
         self._layers = []

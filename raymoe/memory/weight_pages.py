@@ -111,7 +111,7 @@ class WeightPages:
         """
         self._dtype, self._paging = dtype, tuple(paging)
         layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(paging)]
-        self._weights = [layout.weights for layout in layouts]
+        self._weights = [weights for weights, _ in layouts]
         # Scales keep the type of the checkpoint.
         self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in paging]
         streamed = [sum(cut.page_bytes) for cut in paging]
@@ -126,7 +126,7 @@ class WeightPages:
             allocate_on_device(num_bytes)
             for num_bytes in [common_bytes] * NUM_LAYER_SLOTS + [group_bytes] * ring_slots
         ]
-        self._resident = [allocate_on_device(layout.resident_bytes) for layout in layouts]
+        self._resident = [allocate_on_device(num_bytes) for _, num_bytes in layouts]
         with torch_on_all_cores():  # new memory is zeroed by whoever writes first
             for i, names in enumerate(self._weights):
                 for name in names:
@@ -213,13 +213,10 @@ class WeightPages:
         self._arena.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    weights: Weights
-    resident_bytes: int
-
-
-def _lay_out(spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int) -> _Layout:
+def _lay_out(
+    spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int
+) -> tuple[Weights, int]:
+    """The places of a layer's weights, and the bytes of its resident parts."""
     weights: Weights = {}
     offsets = {True: 0, False: 0}
     for part in layer_parts(spec.layers[layer], spec.hidden_size):
@@ -248,7 +245,7 @@ def _lay_out(spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int) ->
     assert offsets[False] == sum(cut.page_bytes), (
         "the pages of a layer do not hold what is streamed"
     )
-    return _Layout(weights, offsets[True])
+    return weights, offsets[True]
 
 
 def _tensors_of(

@@ -1,27 +1,22 @@
 """InputBatch: the tokens of one step and whose they are, in numpy until bindings need tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
+
+from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-class TokenChoice(NamedTuple):
-    """How tokens are chosen where the logits are.
-
-    Attributes:
-        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
-        needs_logits_R: bool, rows for which the host chooses, or reads the logits.
-    """
-
-    draws_R4: Tensor
-    needs_logits_R: Tensor
+def blocks_of_tokens(num_tokens: int) -> int:
+    """KV blocks that hold so many tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +68,16 @@ class Sequences:
             slots=None if self.slots is None else self.slots[begin:end],
         )
 
+    def to_tensors(self) -> AttentionBatch:
+        """The same as kernels take it; shares memory."""
+        return AttentionBatch(
+            query_start=torch.from_numpy(self.query_start),
+            context_tokens=torch.from_numpy(self.context_tokens),
+            block_table=torch.from_numpy(self.block_table),
+            prompt_tokens=torch.from_numpy(self.prompt_tokens),
+            slots=None if self.slots is None else torch.from_numpy(self.slots),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
@@ -82,8 +87,6 @@ class InputBatch:
         token_ids: int64 [T].
         positions: int32 [T], position of each token in its sequence.
         logit_rows: int64 [R], tokens of the step whose logits are wanted, in the order of these.
-        choice: Tells how a device may choose tokens itself, and is called only for a device that
-            does; None if all logits are wanted.
         state_copies: (from, to) slots whose states are copied first, in this order.
     """
 
@@ -92,11 +95,6 @@ class InputBatch:
     sequences: Sequences
     logit_rows: Int64s
     state_copies: Sequence[tuple[int, int]] = ()
-    choice: Callable[[], "TokenChoice"] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
     @property
     def num_positions(self) -> int:

@@ -17,6 +17,8 @@ from raymoe._native import compiled
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.runtime.batch import InputBatch, Int32s, Int64s, Sequences
 
+NOTHING_STAGED: Int64s = np.empty((0, 3), np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -96,6 +98,23 @@ class Division:
 
     cpu_attention_fraction: float
     staged_blocks: int
+
+
+def whole_batch(batch: InputBatch) -> CutBatch:
+    """All of a step as one micro-batch in its own order, whose sequences the device has."""
+    everything = batch.sequences
+    micro_batch = MicroBatch(
+        begin=0,
+        middle=0,
+        end=len(batch.token_ids),
+        sequences=everything,
+        host=everything.between(0, 0),
+        device=everything,
+        staged=everything,
+        staging_runs_N3=NOTHING_STAGED,
+        num_staged_blocks=0,
+    )
+    return CutBatch(batch=batch, micro_batches=(micro_batch,))
 
 
 def cut_batch(batch: InputBatch, num_micro_batches: int, division: Division) -> CutBatch:
@@ -201,7 +220,7 @@ def _micro_batch(ordered: Sequences, host: tuple[int, int], device: tuple[int, i
 def _stage(share: Sequences) -> tuple[Sequences, Int64s, int]:
     """Where blocks of the device's share are staged, what is copied there, and blocks in use."""
     if not len(share):
-        return share, np.empty((0, 3), np.int64), 0
+        return share, NOTHING_STAGED, 0
     contexts = share.context_tokens.astype(np.int64)
     counts = -(-contexts // BLOCK_TOKENS)
     filled = -(-(contexts - share.num_scheduled_tokens) // BLOCK_TOKENS)
@@ -217,7 +236,7 @@ def _stage(share: Sequences) -> tuple[Sequences, Int64s, int]:
 
 def _runs(host: Int64s, device: Int64s) -> Int64s:
     if not len(host):
-        return np.empty((0, 3), np.int64)
+        return NOTHING_STAGED
     breaks = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
     begins = np.concatenate([[0], breaks])
     counts = np.diff(np.concatenate([begins, [len(host)]]))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from raymoe.engine import core, sampler
 from raymoe.kernels import cpu_elementwise
 from raymoe.plan.policy import DevicePolicy
-from raymoe.runtime import bindings
 from tests.integration import test_schedules as schedules
 
 pytest.importorskip("triton")
@@ -33,7 +33,7 @@ def test_a_device_chooses_the_tokens_of_the_host(
     config = {"device": "emulated", "device_policy": policy}
     config["schedule"] = "resident" if resident else "module_batching"
     found, sent = [], []
-    choose = bindings.choose
+    choose = sampler.choose
 
     def counted(logits_CV, draws_R4):
         with monkeypatch.context() as patch:
@@ -41,9 +41,9 @@ def test_a_device_chooses_the_tokens_of_the_host(
             sent.append(len(draws_R4))
             return choose(logits_CV, draws_R4)
 
-    monkeypatch.setattr(bindings, "choose", counted)
+    monkeypatch.setattr(sampler, "choose", counted)
     for chooses in (False, True):
-        monkeypatch.setattr(bindings, "triton_runs_on", lambda _, chooses=chooses: chooses)
+        monkeypatch.setattr(core, "triton_runs_on", lambda _, chooses=chooses: chooses)
         with schedules.make_engine(name, {}, **config) as engine:
             found.append(engine.generate(prompts, rows))
         assert bool(sent) == chooses

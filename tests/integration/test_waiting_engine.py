@@ -11,7 +11,6 @@ from raymoe.errors import ConfigError
 from raymoe.measure.host import make_batch
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import StepLoad
-from raymoe.runtime.executor import finish
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
@@ -65,12 +64,9 @@ def test_rows_go_through_the_real_engine(plan, monkeypatch) -> None:
 
 def test_a_runner_waits_and_says_for_how_long(plan) -> None:
     runner = WaitingRunner(WaitingModel.of(plan, speedup=100.0), 258)
-    run = runner.run(make_batch(300, 70, 258))
-    chunks = [next(run), next(run)]
-    assert [(row, tuple(logits.shape)) for row, logits in chunks] == [
-        (0, (256, 258)),
-        (256, (44, 258)),
-    ]
-    timeline = finish(run)
+    with runner.run(make_batch(300, 70, 258)) as hidden_RH:
+        assert len(hidden_RH) == 300
+        assert runner.compute_logits(hidden_RH[256:]).shape == (44, 258)
+    timeline = runner.last_timeline
     load = StepLoad(decode_rows=300, decode_context=70)
     assert timeline.makespan_s >= plan.step_times()(load) / 100

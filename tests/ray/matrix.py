@@ -69,10 +69,13 @@ class _Watched:
     def __init__(self, runner, before_step):
         self.runner, self.before_step, self.num_steps = runner, before_step, 0
 
-    def run(self, inputs):
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+    def run(self, batch):
         self.num_steps += 1
-        self.before_step(self.num_steps, _as_bytes(inputs.token_ids.tolist()))
-        return self.runner.run(inputs)
+        self.before_step(self.num_steps, _as_bytes(batch.token_ids.tolist()))
+        return self.runner.run(batch)
 
 
 def _as_bytes(tokens):

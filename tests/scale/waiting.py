@@ -7,7 +7,8 @@ measure is everything around the GPU.
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,12 @@ from raymoe.engine.accuracy import load_of_scheduled_tokens
 from raymoe.engine.runner_loading import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
+from raymoe.plan.device_step import LOGIT_CHUNK_ROWS
 from raymoe.plan.job import StepTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, StepRun
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.model import ModelSpec
@@ -90,27 +91,29 @@ class WaitingRunner:
         self, model: WaitingModel, vocab_size: int, on_step: Callable[[int], None] | None = None
     ) -> None:
         self._model, self._on_step = model, on_step
+        self.last_timeline = Timeline("waiting", ())
         self._logits_CV = torch.zeros(LOGIT_CHUNK_ROWS, vocab_size)
         self._logits_CV[:, _TOKEN] = 1.0
 
-    def run(self, batch: InputBatch) -> StepRun:
-        """Yield made-up logits, and return when the step would be over."""
+    @contextmanager
+    def run(self, batch: InputBatch) -> Iterator[Tensor]:
+        """Give rows of made-up logits, and end when the step would be over."""
         begin_s = time.perf_counter()
         sequences = batch.sequences
         num_scheduled_tokens = np.diff(sequences.query_start)
         load = load_of_scheduled_tokens(num_scheduled_tokens, sequences.context_tokens)
         num_rows = len(batch.logit_rows)
-        for first in range(0, num_rows, LOGIT_CHUNK_ROWS):
-            yield first, self._logits(num_rows - first)
+        yield torch.empty(num_rows, 0)
         seconds = self._model.seconds(load)
         time.sleep(max(0.0, begin_s + seconds - time.perf_counter()))
         elapsed_s = time.perf_counter() - begin_s
         if self._on_step is not None:
             self._on_step(num_rows)
-        return Timeline("waiting", (Span(_STEP, 0.0, elapsed_s),))
+        self.last_timeline = Timeline("waiting", (Span(_STEP, 0.0, elapsed_s),))
 
-    def _logits(self, num_rows: int) -> Tensor:
-        return self._logits_CV[:num_rows]
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        """The same for every row; at most `LOGIT_CHUNK_ROWS`."""
+        return self._logits_CV[: len(hidden_RH)]
 
 
 def waiting_parts(

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
+
+from torch import Tensor
 
 from raymoe.bench.gpu.settings import Figures, PartResult, PartSettings, PredictedFigures, Status
 from raymoe.bench.steps import StepKind, shape_of
@@ -15,7 +17,6 @@ from raymoe.plan.draw import Colour
 from raymoe.plan.plan import Plan
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import StepRun
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg, svg_page, text_at
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.files import write_file
@@ -42,20 +43,27 @@ class RunRecorder:
     def restart(self) -> None:
         self.num_steps, self.steady = 0, None
 
-    def run(self, batch: InputBatch) -> StepRun:
+    @property
+    def last_timeline(self) -> Timeline:
+        return self.runner.last_timeline
+
+    def compute_logits(self, hidden_RH: Tensor) -> Tensor:
+        return self.runner.compute_logits(hidden_RH)
+
+    @contextmanager
+    def run(self, batch: InputBatch) -> Iterator[Tensor]:
         shape = shape_of(batch)
         profile: AbstractContextManager[object] = nullcontext()
         if self.profile is not None and StepKind.of(shape) is StepKind.DECODE:
             profile, self.profile = self.profile, None
-        with profile:
-            timeline = yield from self.runner.run(batch)
+        with profile, self.runner.run(batch) as hidden_RH:
+            yield hidden_RH
         self.num_steps += 1
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
             context = shape.context_tokens / shape.tokens
             load = StepLoad(decode_rows=shape.tokens, decode_context=context)
-            self.steady = SteadyStep(load, timeline)
-        return timeline
+            self.steady = SteadyStep(load, self.last_timeline)
 
 
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 250, 48

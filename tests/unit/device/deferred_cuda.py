@@ -61,7 +61,7 @@ class DeferredCuda(FakeCuda):
         return sum(len(copies) > 1 for copies in self.copies)
 
     def synchronize(self) -> None:
-        pass
+        self.wait_here()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         return None

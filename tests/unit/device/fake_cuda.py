@@ -86,8 +86,10 @@ class FakeCuda:
     def use(self, stream: FakeStream) -> Iterator[None]:
         before = getattr(self._current, "stream", None)
         self._current.stream = stream
-        yield
-        self._current.stream = before
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def launch(self, work: Work) -> None:
         """Enqueue work on the calling thread's stream, as a kernel launch does."""

@@ -14,7 +14,7 @@ from raymoe.device.mover import Copies
 from raymoe.engine.release import return_memory
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.memory.arena import HostArena
-from raymoe.runtime.executor import LaneExecutor
+from raymoe.runtime.executor import Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.units import GIB, MIB
 from tests.unit.device.deferred_cuda import DeferredCuda
@@ -126,7 +126,7 @@ def test_pages_travel_through_three_streams_and_back(device: CudaDevice) -> None
     }
     torch.cuda.current_stream().synchronize()
     schedule = Schedule("pages", tuple(tasks), frozenset({pages, result}))
-    timeline = LaneExecutor(schedule, run, device.lanes).run(None)
+    timeline = Executor(schedule, run, device.lanes).run(None)
     assert (back == sum(range(16))).all()
     assert all(span.duration_s > 0 for span in timeline.spans)
 

@@ -8,7 +8,7 @@ import pytest
 from raymoe.device.cuda import CudaLane
 from raymoe.device.lane import Cancelled, Lane, ThreadLane
 from raymoe.errors import ExecutionError
-from raymoe.runtime.executor import Bindings, LaneExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.device.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.unit.runtime.random_schedules import (
@@ -72,7 +72,7 @@ def test_streams_and_threads_give_the_serial_result(delay: float) -> None:
     for seed in range(40):
         schedule, api = random_schedule(seed), FakeCuda(delay=delay, seed=seed)
         memory, lanes = new_memory(schedule), lanes_of(api)
-        LaneExecutor(schedule, run_on(api), lanes).run(memory)
+        Executor(schedule, run_on(api), lanes).run(memory)
         close(lanes)
         assert memory == serial_result(schedule)
 
@@ -85,7 +85,7 @@ def test_the_host_waits_for_the_device_only_where_the_host_needs_it(
         (Op.ATTN, Resource.CPU), (Op.HID, Resource.HTOD), (Op.POST, Resource.GPU),
     )  # fmt: skip
     memory = new_memory(schedule)
-    LaneExecutor(schedule, run_on(api), lanes).run(memory)
+    Executor(schedule, run_on(api), lanes).run(memory)
     assert memory == serial_result(schedule)
     waits = [name for name in api.host_waits if name != "MainThread"]
     # Once for the clock, before the first task; else only the CPU's lane.
@@ -157,7 +157,7 @@ def test_a_fault_of_the_device_names_the_task(api: FakeCuda, lanes: Lanes) -> No
             api.launch(lambda: 1 // 0)
 
     schedule = chain((Op.W, Resource.HTOD), (Op.POST, Resource.GPU), (Op.ATTN, Resource.CPU))
-    executor = LaneExecutor(schedule, dict.fromkeys(Op, run), lanes)
+    executor = Executor(schedule, dict.fromkeys(Op, run), lanes)
     with pytest.raises(ExecutionError, match=r"on lane \w+ .*CUDA error: .*zero"):
         executor.run(None)
     api._fault = None  # a real device would stay broken; the fixture closes this one

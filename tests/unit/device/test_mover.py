@@ -15,7 +15,7 @@ from raymoe.device.cuda import CudaDevice
 from raymoe.device.lane import Cancelled, TaskMark, released_on_error
 from raymoe.device.mover import Copies, CopyTime, Link, MoverLane
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.runtime.executor import LaneExecutor
+from raymoe.runtime.executor import Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.device.deferred_cuda import BreakableCuda, DeferredCuda, lane_threads
 from tests.unit.device.fake_cuda import FakeCuda, FakeEvent
@@ -167,7 +167,7 @@ def test_movers_streams_and_threads_give_the_serial_result(delay: float) -> None
             return None
 
         memory = new_memory(schedule)
-        LaneExecutor(schedule, dict.fromkeys(Op, run), device.lanes).run(memory)
+        Executor(schedule, dict.fromkeys(Op, run), device.lanes).run(memory)
         device.close()
         assert memory == serial_result(schedule)
 
@@ -214,7 +214,7 @@ def test_a_fault_of_the_device_is_the_error_of_the_task_that_copies() -> None:
         schedule = Schedule("load", (LOAD,), frozenset())
         target, source = torch.zeros(10), torch.zeros(10)
         copies = Copies.of((target, source))
-        executor = LaneExecutor(schedule, {Op.W: lambda *_: copies}, {Resource.HTOD: lane})
+        executor = Executor(schedule, {Op.W: lambda *_: copies}, {Resource.HTOD: lane})
         with pytest.raises(ExecutionError, match=r"w\[0,0\].*CUDA error.*an illegal address"):
             executor.run(None)
         api._fault = None

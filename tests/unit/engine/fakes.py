@@ -10,6 +10,7 @@ import functools
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy
 from raymoe.runtime.batch import InputBatch
-from raymoe.runtime.bindings import LOGIT_CHUNK_ROWS, Logits, StepRun
 from raymoe.schedule.timeline import Timeline
 
 VOCAB_SIZE = 258
@@ -66,7 +66,10 @@ class FakeRunner:
         self.max_num_batched_tokens: list[int] = []
         self.largest_chunk = 0
 
-    def run(self, batch: InputBatch) -> StepRun:
+    last_timeline = Timeline("fake", ())
+
+    @contextmanager
+    def run(self, batch: InputBatch) -> Iterator[torch.Tensor]:
         self._before(batch)
         sequences = batch.sequences
         starts, contexts = sequences.query_start.tolist(), sequences.context_tokens.tolist()
@@ -94,18 +97,16 @@ class FakeRunner:
                     self._states[slot] = zlib.crc32(token, self._states[slot])
                     context_now = self._context(blocks, first + offset + 1)
                     assert self._states[slot] == checksum(context_now), "a state of other tokens"
-        yield from self._logits(batch, ends)
-        return Timeline("fake", ())
-
-    def _logits(self, batch: InputBatch, ends) -> Iterator[Logits]:
         rows = batch.logit_rows.tolist()
         assert rows == sorted(set(rows))
-        for begin in range(0, len(rows), LOGIT_CHUNK_ROWS):
-            chunk = [
-                fake_logits(self._context(*ends[row]))
-                for row in rows[begin : begin + LOGIT_CHUNK_ROWS]
-            ]
-            yield begin, torch.stack(chunk)
+        self._contexts = [self._context(*ends[row]) for row in rows]
+        yield torch.arange(len(rows))[:, None]  # each row is its number
+
+    def compute_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self._logits(self._contexts[row]) for row in hidden_RH[:, 0]])
+
+    def _logits(self, context) -> torch.Tensor:
+        return fake_logits(context)
 
     def _context(self, blocks, length: int) -> np.ndarray:
         context = self._tokens[blocks].reshape(-1)[:length]

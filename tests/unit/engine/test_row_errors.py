@@ -1,7 +1,6 @@
 """An exception in work that belongs to one row ends that row, and no other."""
 
 import pytest
-import torch
 
 from raymoe.config import EngineConfig
 from raymoe.engine import core
@@ -12,7 +11,6 @@ from raymoe.engine.tokenizer import StopStrings
 from tests.unit.engine.fakes import (
     FakeRunner,
     expected_tokens,
-    fake_logits,
     fake_parts,
     small_policy,
 )
@@ -140,13 +138,9 @@ def test_nan_logits_of_one_row_are_its_error(tokenizer_directory, samples, logpr
     class BrokenRunner(FakeRunner):
         """Gives NaN to the bad row."""
 
-        def _logits(self, inputs, ends):
-            rows = []
-            for row in inputs.logit_rows.tolist():
-                context = self._context(*ends[row])
-                is_bad = context[: len(BAD)].tolist() == BAD
-                rows.append(fake_logits(context) * (float("nan") if is_bad else 1.0))
-            yield 0, torch.stack(rows)
+        def _logits(self, context):
+            is_bad = context[: len(BAD)].tolist() == BAD
+            return super()._logits(context) * (float("nan") if is_bad else 1.0)
 
     policy = small_policy()
     parts = fake_parts(BrokenRunner(policy.num_kv_blocks), policy, directory=tokenizer_directory)

@@ -7,7 +7,7 @@ from numba.core.caching import CacheImpl
 
 from raymoe._native import compiled
 from raymoe.engine.sequence import Admission, SequenceTable, assemble_step, choose_scheduled_tokens
-from raymoe.memory.kv_cache import blocks_of_tokens
+from raymoe.runtime.batch import blocks_of_tokens
 
 
 def make_table(sequences, *, computed=0, wants_prompt_logits=False) -> SequenceTable:

@@ -5,7 +5,8 @@ import torch
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import KvLayout
-from raymoe.memory.kv_cache import KvCache, blocks_of_tokens
+from raymoe.memory.kv_cache import KvCache
+from raymoe.runtime.batch import blocks_of_tokens
 
 
 def test_layers_have_the_layout_of_the_kernels_and_do_not_overlap():

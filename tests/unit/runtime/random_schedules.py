@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from raymoe.runtime.executor import Bindings, SerialExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 
 OP_OF = {
@@ -75,7 +75,7 @@ def bindings(pause: Pause = lambda _task: None) -> Bindings[Memory]:
 
 def serial_result(schedule: Schedule) -> Memory:
     memory = new_memory(schedule)
-    SerialExecutor(schedule, bindings()).run(memory)
+    Executor(schedule, bindings()).run(memory)
     return memory
 
 

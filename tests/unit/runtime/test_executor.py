@@ -4,7 +4,7 @@ import pytest
 
 from raymoe.errors import ExecutionError, ScheduleError
 from raymoe.runtime import executor
-from raymoe.runtime.executor import Bindings, SerialExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Op, Task
 
@@ -20,12 +20,12 @@ def recording() -> Bindings[list[str]]:
 
 def test_tasks_run_once_in_issue_order() -> None:
     calls: list[str] = []
-    SerialExecutor(SCHEDULE, recording()).run(calls)
+    Executor(SCHEDULE, recording()).run(calls)
     assert calls == [str(task) for task in SCHEDULE.tasks]
 
 
 def test_spans_follow_each_other() -> None:
-    timeline = SerialExecutor(SCHEDULE, recording()).run([])
+    timeline = Executor(SCHEDULE, recording()).run([])
     assert [span.task for span in timeline.spans] == list(SCHEDULE.tasks)
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
         assert before.start_s <= before.end_s == after.start_s
@@ -34,7 +34,7 @@ def test_spans_follow_each_other() -> None:
 def test_an_operation_without_a_binding_is_refused_before_the_run() -> None:
     bindings = {op: call for op, call in recording().items() if op is not Op.HEAD}
     with pytest.raises(ScheduleError, match="no binding for"):
-        SerialExecutor(SCHEDULE, bindings)
+        Executor(SCHEDULE, bindings)
 
 
 def test_a_failed_task_is_named_and_its_error_kept() -> None:
@@ -43,24 +43,14 @@ def test_a_failed_task_is_named_and_its_error_kept() -> None:
 
     bindings = {**recording(), Op.POST: fail}
     with pytest.raises(ExecutionError, match=r"post\[0,0\].*ZeroDivisionError: by zero") as caught:
-        SerialExecutor(SCHEDULE, bindings).run([])
+        Executor(SCHEDULE, bindings).run([])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_the_clock_stands_still_while_the_caller_uses_an_output(monkeypatch) -> None:
+def test_the_head_lasts_as_long_as_the_logits(monkeypatch) -> None:
     now_s = iter(range(1000))
     monkeypatch.setattr(executor.time, "perf_counter", lambda: float(next(now_s)))
-    bindings = {**recording(), Op.HEAD: lambda _task, _state: iter("ab")}
-    run = SerialExecutor(build_in_place(1), bindings).stream([])
-    taken = []
-    while True:
-        try:
-            taken.append(next(run))
-        except StopIteration as end:
-            timeline = end.value
-            break
-        for _ in range(100):
-            next(now_s)
-    assert taken == ["a", "b"]
-    # Two readings around each output and one after each task, a second apart.
-    assert timeline.makespan_s == len(timeline.spans) + 2
+    run = Executor(build_in_place(1), recording()).start([])
+    head = run.finish(logits_s=5.0).spans[-1]
+    assert head.task.op is Op.HEAD
+    assert (head.start_s, head.end_s) == (len(run.spans) - 1, len(run.spans) + 4)

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from raymoe.errors import ExecutionError
-from raymoe.runtime.executor import LaneExecutor
+from raymoe.runtime.executor import Executor
 from raymoe.schedule.graph import Schedule
 from tests.unit.runtime.random_schedules import (
     Edge,
@@ -33,7 +33,7 @@ NUM_SCHEDULES = 200
 def played(schedule: Schedule, order: list[int]) -> Memory:
     script = Script(order)
     memory = new_memory(schedule)
-    LaneExecutor(schedule, bindings(), script.lanes).run(memory)
+    Executor(schedule, bindings(), script.lanes).run(memory)
     return memory
 
 

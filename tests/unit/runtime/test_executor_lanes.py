@@ -3,13 +3,13 @@
 import itertools
 import signal
 from collections.abc import Iterator, Mapping
-from threading import Barrier, Event, current_thread, main_thread
+from threading import Barrier, Event, Timer, current_thread, main_thread
 
 import pytest
 
 from raymoe.device.lane import Mark, ThreadLane
 from raymoe.errors import ConfigError, ExecutionError, ScheduleError
-from raymoe.runtime.executor import Bindings, LaneExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from tests.unit.runtime.random_schedules import (
     OP_OF,
@@ -60,7 +60,7 @@ FOUR = schedule_of(
 def test_threads_give_the_serial_result_run_after_run(seed: int, lanes: Lanes) -> None:
     for number in range(seed, seed + 10):
         schedule = random_schedule(number)
-        executor = LaneExecutor(schedule, bindings(Pauses(number)), lanes)
+        executor = Executor(schedule, bindings(Pauses(number)), lanes)
         for _ in range(2):
             memory = new_memory(schedule)
             executor.run(memory)
@@ -69,7 +69,7 @@ def test_threads_give_the_serial_result_run_after_run(seed: int, lanes: Lanes) -
 
 def test_spans_respect_dependencies_and_lanes(lanes: Lanes) -> None:
     schedule = random_schedule(1)
-    timeline = LaneExecutor(schedule, bindings(Pauses(1)), lanes).run(new_memory(schedule))
+    timeline = Executor(schedule, bindings(Pauses(1)), lanes).run(new_memory(schedule))
     assert [span.task for span in timeline.spans] == list(schedule.tasks)
     for span, waits in zip(timeline.spans, schedule.dependencies, strict=True):
         assert 0 <= span.start_s <= span.end_s
@@ -80,7 +80,7 @@ def test_spans_respect_dependencies_and_lanes(lanes: Lanes) -> None:
 
 
 def test_a_schedule_without_tasks_gives_an_empty_timeline(lanes: Lanes) -> None:
-    assert LaneExecutor(schedule_of(), bindings(), lanes).run(Memory({})).spans == ()
+    assert Executor(schedule_of(), bindings(), lanes).run(Memory({})).spans == ()
 
 
 def test_a_failed_task_is_named_with_its_lane_and_the_others_do_not_start(lanes: Lanes) -> None:
@@ -95,7 +95,7 @@ def test_a_failed_task_is_named_with_its_lane_and_the_others_do_not_start(lanes:
         assert has_failed.wait(10)
         lanes[Resource.CPU].submit(task, lambda: None, ()).wait()  # the failure is known by then
 
-    executor = LaneExecutor(FOUR, dict.fromkeys(Op, run), lanes)
+    executor = Executor(FOUR, dict.fromkeys(Op, run), lanes)
     with pytest.raises(ExecutionError, match=r"attn\[0,0\] on lane cpu .*by zero") as caught:
         executor.run(None)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -115,7 +115,7 @@ def test_the_first_of_two_errors_is_raised(lanes: Lanes) -> None:
         raise ValueError("second")
 
     with pytest.raises(ExecutionError, match=r"w\[0,0\] on lane htod .*first"):
-        LaneExecutor(FOUR, dict.fromkeys(Op, run), lanes).run(None)
+        Executor(FOUR, dict.fromkeys(Op, run), lanes).run(None)
 
 
 def test_tasks_that_wait_for_a_failed_one_are_not_run(lanes: Lanes) -> None:
@@ -132,7 +132,7 @@ def test_tasks_that_wait_for_a_failed_one_are_not_run(lanes: Lanes) -> None:
         task(Resource.DTOH, 0, reads=(Y,)),
     )
     with pytest.raises(ExecutionError, match=r"w\[0,0\] on lane htod"):
-        LaneExecutor(schedule, dict.fromkeys(Op, run), lanes).run(None)
+        Executor(schedule, dict.fromkeys(Op, run), lanes).run(None)
     assert calls == ["w[0,0]"]
 
 
@@ -142,9 +142,9 @@ def test_lanes_serve_the_next_run_after_a_failure(lanes: Lanes) -> None:
 
     schedule = random_schedule(2)
     with pytest.raises(ExecutionError):
-        LaneExecutor(schedule, dict.fromkeys(Op, fail), lanes).run(None)
+        Executor(schedule, dict.fromkeys(Op, fail), lanes).run(None)
     memory = new_memory(schedule)
-    LaneExecutor(schedule, bindings(), lanes).run(memory)
+    Executor(schedule, bindings(), lanes).run(memory)
     assert memory == serial_result(schedule)
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_waits_for_running_tasks_and_starts_no_other(lanes: Lanes) 
     usual = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            LaneExecutor(FOUR, dict.fromkeys(Op, run), watched).run(None)
+            Executor(FOUR, dict.fromkeys(Op, run), watched).run(None)
         assert sorted(calls) == sorted(ended) == ["attn[0,0]", "w[0,0]"]
     finally:
         signal.signal(signal.SIGINT, usual)
@@ -199,18 +199,18 @@ def test_an_interrupt_waits_for_running_tasks_and_starts_no_other(lanes: Lanes) 
 
 def test_an_operation_without_a_binding_is_refused(lanes: Lanes) -> None:
     with pytest.raises(ScheduleError, match="no binding for"):
-        LaneExecutor(FOUR, {Op.W: lambda _task, _state: None}, lanes)
+        Executor(FOUR, {Op.W: lambda _task, _state: None}, lanes)
 
 
 def test_a_resource_without_a_lane_is_refused(lanes: Lanes) -> None:
     with pytest.raises(ScheduleError, match=r"needs lanes for.*htod"):
-        LaneExecutor(FOUR, bindings(), {Resource.CPU: lanes[Resource.CPU]})
+        Executor(FOUR, bindings(), {Resource.CPU: lanes[Resource.CPU]})
 
 
 def test_a_closed_lane_ends_the_run_with_an_error(lanes: Lanes) -> None:
     lanes[Resource.HTOD].close()
     with pytest.raises(ExecutionError, match="raymoe-lane-htod is closed"):
-        LaneExecutor(FOUR, bindings(), lanes).run(Memory({}))
+        Executor(FOUR, bindings(), lanes).run(Memory({}))
 
 
 def test_a_task_is_given_at_most_one_mark_of_each_other_lane() -> None:
@@ -222,7 +222,7 @@ def test_a_task_is_given_at_most_one_mark_of_each_other_lane() -> None:
             num_marks.append(len(after))
             return super().submit(resource, call, after)
 
-    LaneExecutor(schedule, bindings(), Counting(range(60)).lanes).run(new_memory(schedule))
+    Executor(schedule, bindings(), Counting(range(60)).lanes).run(new_memory(schedule))
     assert max(num_marks) <= len(Resource) - 1
     assert max(map(len, schedule.dependencies)) > len(Resource) - 1
 
@@ -230,7 +230,7 @@ def test_a_task_is_given_at_most_one_mark_of_each_other_lane() -> None:
 def record_dead(schedule: Schedule, lanes: Lanes) -> list[str]:
     events: list[str] = []
     run: Bindings[None] = dict.fromkeys(Op, lambda task, _state: events.append(str(task)))
-    LaneExecutor(
+    Executor(
         schedule, run, lanes, on_dead=lambda buffer, _state: events.append(f"dead {buffer}")
     ).run(None)
     return events
@@ -268,7 +268,7 @@ def test_dead_buffers_may_be_overwritten_at_once(seed: int, lanes: Lanes) -> Non
     for number in range(seed, seed + 10):
         schedule = random_schedule(number)
         memory = new_memory(schedule)
-        executor = LaneExecutor(schedule, bindings(Pauses(number)), lanes, on_dead=poison)
+        executor = Executor(schedule, bindings(Pauses(number)), lanes, on_dead=poison)
         executor.run(memory)
         assert memory.results == serial_result(schedule).results
     assert len(dead) > 10
@@ -281,66 +281,61 @@ def test_dead_buffers_need_lanes_that_know_when_their_work_is_done(lanes: Lanes)
     ahead = Ahead(Resource.HTOD)
     try:
         with pytest.raises(ConfigError, match="on_dead needs lanes"):
-            LaneExecutor(FOUR, bindings(), {**lanes, Resource.HTOD: ahead}, on_dead=lambda *_: None)
+            Executor(FOUR, bindings(), {**lanes, Resource.HTOD: ahead}, on_dead=lambda *_: None)
     finally:
         ahead.close()
 
 
 def head_after(*before: Task) -> Schedule:
     head = Task(op=Op.HEAD, layer=-1, part=0, resource=Resource.CPU, reads=(X,), writes=())
-    return schedule_of(*before, head)
+    return schedule_of(*before, head, task(Resource.HTOD, 7))
 
 
-@pytest.mark.parametrize("num_outputs", [0, 1, 7])
-def test_outputs_come_in_order_while_the_lane_is_at_most_two_ahead(num_outputs, lanes) -> None:
-    made = []
+def test_a_run_may_be_used_when_its_head_is_done_and_others_still_run(lanes: Lanes) -> None:
+    may_end, ended = Event(), []
 
-    def outputs() -> Iterator[int]:
-        for number in range(num_outputs):
-            made.append(number)
-            yield number
+    def run(task: Task, _state: None) -> None:
+        assert task.layer != 7 or may_end.wait(10)
+        ended.append(task.op)
 
-    calls = dict.fromkeys(Op, lambda _task, _state: None)
-    calls[Op.HEAD] = lambda _task, _state: outputs()
     schedule = head_after(task(Resource.HTOD, 0, writes=(X,)))
-    run, taken = LaneExecutor(schedule, calls, lanes).stream(None), []
-    while True:
-        try:
-            taken.append(next(run))
-        except StopIteration as end:
-            timeline = end.value
-            break
-        assert len(made) - len(taken) <= 3  # two wait, and one is made
-    assert taken == made == list(range(num_outputs))
+    started = Executor(schedule, dict.fromkeys(Op, run), lanes).start(None, until=Op.HEAD)
+    assert ended == [Op.W, Op.HEAD]
+    may_end.set()
+    timeline = started.finish(logits_s=9.0)
     assert [span.task for span in timeline.spans] == list(schedule.tasks)
+    assert timeline.spans[1].duration_s == pytest.approx(9.0)
+    assert timeline.spans[2].duration_s < 9.0
 
 
 @pytest.mark.parametrize("failing", [Op.W, Op.HEAD])
-def test_a_run_that_fails_before_or_in_its_outputs_ends(failing: Op, lanes: Lanes) -> None:
-    def run(task: Task, _state: None) -> Iterator[int] | None:
-        if task.op is failing and task.op is not Op.HEAD:
+def test_a_run_that_fails_before_or_in_its_head_ends(failing: Op, lanes: Lanes) -> None:
+    def run(task: Task, _state: None) -> None:
+        if task.op is failing:
             raise ZeroDivisionError("by zero")
-        return outputs() if task.op is Op.HEAD else None
 
-    def outputs() -> Iterator[int]:
-        yield 1
-        raise ZeroDivisionError("by zero")
-
-    executor = LaneExecutor(
-        head_after(task(Resource.HTOD, 0, writes=(X,))), dict.fromkeys(Op, run), lanes
-    )
-    taken = []
+    schedule = head_after(task(Resource.HTOD, 0, writes=(X,)))
+    executor = Executor(schedule, dict.fromkeys(Op, run), lanes)
     with pytest.raises(ExecutionError, match="by zero"):
-        taken.extend(executor.stream(None))
-    assert len(taken) <= (failing is Op.HEAD)
+        executor.start(None, until=Op.HEAD)
     with pytest.raises(ExecutionError, match="by zero"):
         executor.run(None)
 
 
-def test_a_caller_that_stops_taking_outputs_leaves_nothing_running(lanes: Lanes) -> None:
-    calls = dict.fromkeys(Op, lambda _task, _state: None)
-    calls[Op.HEAD] = lambda _task, _state: itertools.count()
-    run = LaneExecutor(head_after(), calls, lanes).stream(None)
-    assert next(run) == 0
-    run.close()
-    lanes[Resource.CPU].submit(task(Resource.CPU, 0), lambda: None, ()).wait()
+def test_a_cancelled_run_leaves_nothing_running(lanes: Lanes) -> None:
+    is_running, may_end, calls = Event(), Event(), []
+
+    def run(task: Task, _state: None) -> None:
+        calls.append(str(task))
+        is_running.set()
+        assert may_end.wait(10)
+
+    executor = Executor(FOUR, dict.fromkeys(Op, run), {**lanes, Resource.HTOD: lanes[Resource.CPU]})
+    started = executor.start(None)
+    assert is_running.wait(10)
+    ending = Timer(0.05, may_end.set)
+    ending.start()
+    started.cancel()
+    assert may_end.is_set()
+    assert calls == ["attn[0,0]"]
+    ending.join()

@@ -11,7 +11,7 @@ import pytest
 from raymoe.device.emulated import EmulatedDevice, RandomStalls
 from raymoe.device.lane import TaskMark
 from raymoe.device.mover import Copies
-from raymoe.runtime.executor import Bindings, LaneExecutor
+from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.graph import Buffer, Op, Resource, Task
 from raymoe.schedule.timeline import simulate
 from tests.unit.runtime.random_schedules import (
@@ -77,7 +77,7 @@ def test_many_tasks_with_stalls_in_every_lane_leave_nothing_behind() -> None:
             schedule = random_schedule(seed, num_tasks=TASKS_PER_RUN, num_buffers=12)
             memory = new_memory(schedule)
             memories.append(weakref.ref(memory))
-            LaneExecutor(schedule, BINDINGS, device.lanes, on_dead=poison).run(memory)
+            Executor(schedule, BINDINGS, device.lanes, on_dead=poison).run(memory)
             assert memory.results == serial_result(schedule).results
         del memory
         gc.collect()
@@ -93,6 +93,6 @@ def test_measured_times_are_the_predicted_ones(seed: int) -> None:
     schedule = random_schedule(seed, num_tasks=400, num_buffers=20)
     cost = Durations(4e-3)
     with closing(EmulatedDevice(0, cost)) as device:
-        measured = LaneExecutor(schedule, BINDINGS, device.lanes).run(new_memory(schedule))
+        measured = Executor(schedule, BINDINGS, device.lanes).run(new_memory(schedule))
     predicted = simulate(schedule, cost)
     assert measured.makespan_s == pytest.approx(predicted.makespan_s, rel=0.05)
