@@ -33,7 +33,7 @@ from raymoe.device.cuda_api import (
     StreamT,
     TorchCuda,
 )
-from raymoe.device.device import MemoryLedger
+from raymoe.device.device import MemoryLedger, T
 from raymoe.device.lane import (
     Call,
     Cancelled,
@@ -193,22 +193,22 @@ class CudaLane(Generic[StreamT, EventT]):
         self._worker.put(partial(self._run, call, after, mark))
         return mark
 
-    def run(self, call: Call) -> None:
+    def run(self, call: Callable[[], T]) -> T:
         """Call on the lane's thread in its stream; return when all of it is done."""
-        done: Future[None] = Future()
+        done: Future[T] = Future()
 
         def job() -> None:
             try:
                 with self._api.use(self.stream):
-                    call()
+                    result = call()
                 self._api.wait_stream(self.stream)
             except BaseException as error:  # the caller gets it
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(result)
 
         self._worker.put(job)
-        done.result()
+        return done.result()
 
     def close(self) -> None:
         if self._worker.close():
@@ -320,9 +320,13 @@ class CudaDevice(Generic[StreamT, EventT]):
             logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
         return reason
 
+    def compute(self, call: Callable[[], T]) -> T:
+        """Call on the GPU lane's thread in its stream; return when all of it is done."""
+        return self._compute.run(call)
+
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let the calling thread compute in the stream of the GPU lane."""
+        """Let the calling thread launch kernels in the stream of the GPU lane."""
         with self._driver.thread_context(), self._driver.use(self._compute.stream):
             yield
 

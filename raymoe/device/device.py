@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from raymoe.schedule.timeline import LinkUse
 from raymoe.units import ceil_div, format_bytes
 
 ALIGNMENT = 256  # as cudaMalloc
+T = TypeVar("T")
 
 
 class MemoryLedger:
@@ -115,10 +116,14 @@ class Device(Protocol):
     def memory_near(self) -> AbstractContextManager[None]:
         """Prefer the device's NUMA node for host pages that this thread writes first."""
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Let the calling thread compute as the lane of computation does, which is idle meanwhile.
+    def compute(self, call: Callable[[], T]) -> T:
+        """Call where the lane of computation does, after its tasks; return when all is done."""
 
-        Work is done after that of the lane, in the same memory for intermediates.
+    def computing(self) -> AbstractContextManager[object]:
+        """Let the calling thread launch kernels in the stream of the lane of computation.
+
+        The lane is idle meanwhile. Matrix products are for `compute`: torch keeps a workspace for
+        each thread that makes any.
         """
 
     def synchronize(self) -> None:

@@ -1,11 +1,13 @@
 """Host memory as a device: without lanes, or emulated, with tasks that take the predicted time."""
 
+import operator
 import random
 import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,7 @@ class HostDevice:
     lanes: Mapping[Resource | Op, Lane] = MappingProxyType({})
     torch_device = torch.device("cpu")
     poison: Callable[[Tensor], None] | None = None
+    compute: Callable[[Callable[[], Any]], Any] = operator.call  # builtin: not bound
     computing: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     traffic: Callable[[], Mapping[Resource, LinkUse]] = staticmethod(dict)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +47,6 @@ class ModelRunner:
     def __init__(self, placement: Placement, device: Device) -> None:
         """Run nothing yet; `device` is where the model computes."""
         self._placement, self._device = placement, device
-        self._is_ahead = not all(lane.is_synchronous for lane in device.lanes.values())
         self._logits_s = 0.0  # of the latest step
         self.last_timeline = Timeline("no step", ())
 
@@ -54,7 +54,7 @@ class ModelRunner:
     def run(self, batch: InputBatch) -> Iterator[Tensor]:
         """Run one step: in the context, its hidden rows, [R, H], are there for `compute_logits`.
 
-        What the calling thread does there is done after the step, in the same stream of a device.
+        What the calling thread launches there runs after them, in the same stream of a device.
         The context ends when no task runs any more.
 
         Raises:
@@ -75,9 +75,7 @@ class ModelRunner:
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         """Return the logits, [R, V], of some of the hidden rows of a step, within its context."""
         start_s = time.perf_counter()
-        logits_RV = self._placement.decoder.logits(hidden_RH)
-        if self._is_ahead:
-            self._device.synchronize()
+        logits_RV = self._device.compute(partial(self._placement.decoder.logits, hidden_RH))
         self._logits_s += time.perf_counter() - start_s
         return logits_RV
 

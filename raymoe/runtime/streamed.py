@@ -115,8 +115,12 @@ class Streamed:
             self._executor(load_first_layer(prepared.form)).run(state)
         run = prepared.executor.start(state, self._started(key), until=Op.HEAD)
         self._first_slot, self._loaded = prepared.next_first_slot, prepared.leaves
-        if self._schedules.loads_ahead:
-            self._load_ahead((*key[:3], self._first_slot), state)
+        try:
+            if self._schedules.loads_ahead:
+                self._load_ahead((*key[:3], self._first_slot), state)
+        except BaseException:
+            run.cancel()
+            raise
         assert state.wanted_RH is not None
         return state.wanted_RH, run
 
