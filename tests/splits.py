@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raymoe.engine import runner_loading
+from raymoe.engine import rank_model
 from raymoe.runtime.micro_batches import CutBatch
 
 
@@ -14,7 +14,7 @@ def choose_splits(
 ) -> None:
     """Make engines take the split that `choose` gives for the number of splits, step by step."""
 
-    def of(_model: object, steps: object) -> Callable[[CutBatch], int]:
+    def split_choice(_work: object, _node: object, steps: object) -> Callable[[CutBatch], int]:
         count = len(steps.splits)  # type: ignore[attr-defined]
 
         def chosen(_cut: CutBatch) -> int:
@@ -25,7 +25,7 @@ def choose_splits(
 
         return chosen
 
-    monkeypatch.setattr(runner_loading.SplitChoice, "of", of)
+    monkeypatch.setattr(rank_model, "split_choice", split_choice)
 
 
 def random_splits(seed: int) -> Callable[[int], int]:

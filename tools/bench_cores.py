@@ -22,7 +22,7 @@ from torch import Tensor
 from raymoe.config import EngineConfig
 from raymoe.device.emulated import EmulatedDevice, sleep_until
 from raymoe.device.lane import Call
-from raymoe.engine import runner_loading
+from raymoe.engine import rank_model
 from raymoe.engine.engine import Engine
 from raymoe.measure.profile import measure_machine
 from raymoe.plan.device_search import DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
@@ -197,7 +197,7 @@ def results(host: HardwareSpec, num_rows: int, directory: Path) -> Iterator[str]
 
 def main() -> None:
     bindings._Bound = Skipped  # type: ignore[misc]
-    runner_loading.EmulatedDevice = PacedDevice  # type: ignore[misc]
+    rank_model.EmulatedDevice = PacedDevice  # type: ignore[misc]
     host = measure_machine(num_threads=1, seconds=PROFILE_SECONDS)
     print(
         "| model | rows | experts on the core | plan, tokens/s | core | link | ratio | predicted |"

@@ -19,7 +19,7 @@ from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.lane import Lane, ThreadLane
 from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
-from raymoe.engine.loading import load_parts
+from raymoe.engine.load import load_parts
 from raymoe.plan.cost import HostCost, StepShape
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.batch import InputBatch
@@ -174,6 +174,12 @@ class StepRecorder:
 
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         return self._runner.compute_logits(hidden_RH)
+
+    def interrupt(self) -> None:
+        self._runner.interrupt()
+
+    def close(self) -> None:
+        self._runner.close()
 
 
 def shape_of(batch: InputBatch) -> StepShape:

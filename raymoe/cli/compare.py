@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from raymoe.cli import size
+from raymoe.config import EngineConfig, Settings
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine.runner_loading import LoadedModel, load_on_device
+from raymoe.engine.rank_model import LoadJob, RankModel, load_streamed
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.host import make_batch
 from raymoe.memory.weights import WeightStore
-from raymoe.model.decoder import cache_layouts
 from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import MicroBatchShape, ModelWork
@@ -146,12 +146,12 @@ class _Run:
                 if len(schedules) > 1:  # the first step warms up
                     device.cost = self._cost(schedule, model)
 
-            runner, release = load_on_device(model, device, set_costs)
+            runner = load_streamed(model, device, set_costs)
             batch = make_batch(self._rows, self._context, self._spec.vocab_size)
             runner.time(batch)
             with _without_collector():
                 measured = runner.time(batch)
-            release()
+            runner.close()
         return Comparison(
             name=self._name,
             num_rows=self._step.num_rows,
@@ -160,7 +160,7 @@ class _Run:
             measured=measured.scaled(1 / time_scale),
         )
 
-    def _model(self) -> LoadedModel:
+    def _model(self) -> RankModel:
         policy = Policy(
             max_num_seqs=self._rows,
             max_num_batched_tokens=self._rows,
@@ -173,12 +173,21 @@ class _Run:
                 cpu_attention_fraction=self._step.cpu_attention_fraction,
             ),
         )
-        return LoadedModel(
-            spec=self._spec,
-            store=WeightStore.open(self._spec, self._directory),
+        job = LoadJob(
+            directory=self._directory,
+            config=EngineConfig(),
+            settings=Settings(),
+            device="emulated",
             dtype=torch.float32,
-            kv_layouts=cache_layouts(self._spec, torch.float32),
-            steps=StreamedSteps.of(self._spec, self._name, policy, 4),
+            kv_dtype=torch.float32,
+            hardware=self._hardware,
+            schedule=self._name,
+            policy=policy,
+            num_torch_threads=1,
+            step_limit_s=math.inf,
+        )
+        return RankModel(
+            job=job, spec=self._spec, weights=WeightStore.open(self._spec, self._directory)
         )
 
     def _page_bytes(self) -> int:
@@ -190,7 +199,7 @@ class _Run:
     def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
         return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
 
-    def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
+    def _cost(self, schedule: Schedule, model: RankModel) -> DeviceCost:
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
         rows = self._step.num_rows // self._num_micro_batches
         micro_batch = MicroBatchShape.decode(

@@ -54,7 +54,7 @@ from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
-from raymoe.engine.runner_loading import configured_model
+from raymoe.engine.rank_model import configured_model
 from raymoe.engine.tasks.rows import check_head
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model

@@ -628,7 +628,7 @@ def _node(name: str, host_memory: int | None, device_memory: int | None) -> Hard
 
 def _this_machine() -> HardwareSpec:
     # It loads torch, which no other plan needs.
-    from raymoe.engine.loading import this_node  # noqa: PLC0415
+    from raymoe.engine.node import this_node  # noqa: PLC0415
 
     return this_node()
 

@@ -350,7 +350,7 @@ def _plan_job(
     is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
     if is_given or not cluster.is_here:
         return make(plan=plan, is_typical=not is_given)
-    from raymoe.engine.loading import measured_share  # noqa: PLC0415 - loads torch
+    from raymoe.engine.node import measured_share  # noqa: PLC0415 - loads torch
 
     here = measured_share(num_threads, max_actors * (cluster.num_generators or 1))
     memory_bytes = plan.hardware.host_memory_bytes

@@ -4,7 +4,7 @@ from functools import partial
 
 from raymoe.config import EngineConfig, Settings
 from raymoe.doctor.examine import Check, Outcome, Status, Target
-from raymoe.engine.loading import find_node
+from raymoe.engine.node import find_node
 from raymoe.errors import InfeasiblePlanError
 from raymoe.measure.kept import identify_machine, load_profile
 from raymoe.plan.bound import GEMM_EFFICIENCY, device_bound, job_bound

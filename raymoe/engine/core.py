@@ -137,6 +137,12 @@ class Runner(Protocol):
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         """Return the logits, [R, V], of some of the hidden rows, on the device that has these."""
 
+    def interrupt(self) -> None:
+        """End what a stuck step may be waiting for, so that it fails; from any thread."""
+
+    def close(self) -> None:
+        """Give memory back; called once, when no step runs any more."""
+
 
 class ClosedRunner:
     """Stands for the runner of an engine that is closed."""
@@ -150,6 +156,12 @@ class ClosedRunner:
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         """Refuse rows."""
         raise ExecutionError(f"the engine is closed: it has no {len(hidden_RH)} rows")
+
+    def interrupt(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class EngineCore:

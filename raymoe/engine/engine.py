@@ -29,12 +29,11 @@ from raymoe.engine.core import (
     stacks_of_all_threads,
 )
 from raymoe.engine.grammars import GrammarServer, TokenBitmasks
-from raymoe.engine.loading import load_parts
+from raymoe.engine.load import EngineParts, load_parts
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.engine.progress import shown_load, shown_rows
 from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
-from raymoe.engine.runner_loading import EngineParts, nothing
 from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
@@ -610,7 +609,7 @@ class Engine:
         atexit.unregister(self.close)
         is_stuck = self._failure is not None
         if is_stuck:
-            self._parts.interrupt()
+            self._parts.runner.interrupt()
         if threading.current_thread() is not self._thread:
             self._thread.join(STUCK_JOIN_S if is_stuck else None)
         self._watchdog.close()
@@ -633,9 +632,7 @@ class Engine:
         try:
             parts.close()
         finally:
-            self._parts = dataclasses.replace(
-                parts, runner=ClosedRunner(), release=nothing, interrupt=nothing
-            )
+            self._parts = dataclasses.replace(parts, runner=ClosedRunner())
             del parts
             self._core.close()
             if self._failure is not None:

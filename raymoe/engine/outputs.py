@@ -20,6 +20,8 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 _SHORT.maxtuple, _SHORT.maxdict = 8, 12
 
+SLICE_ROWS = 32  # of logits, of which there are float32 copies at once
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,16 +26,14 @@ from torch import distributed as dist
 from raymoe.device.lane import call_all
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
-from raymoe.engine.runner_loading import (
-    Loaded,
+from raymoe.engine.rank_model import (
     LoadJob,
-    RankShare,
+    RankModel,
     configured_model,
     load_runner,
     open_weights,
 )
 from raymoe.errors import ExecutionError
-from raymoe.memory.weights import Weights
 from raymoe.runtime.batch import InputBatch
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.model import ModelSpec
@@ -209,8 +207,8 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
     model = configured_model(ModelSpec.from_directory(job.directory), job.config)
     weights = open_weights(model, job.directory, job.config)
-    share = RankShare.of(model, weights, rank=rank, num_ranks=job.num_ranks)
-    runner = load_runner(job, share, group.all_reduce).runner
+    share = RankModel.of(job, model, weights, rank=rank)
+    runner = load_runner(replace(share, reduce=group.all_reduce))
     send(connection, Reached("loaded"))
     while True:
         message = inbox.get()
@@ -429,22 +427,25 @@ class RankedRunner:
         """Compute logits here: every rank has the whole head."""
         return self._own.compute_logits(hidden_RH)
 
+    def interrupt(self) -> None:
+        """Let a step that waits for other ranks fail."""
+        self._ranks.interrupt()
 
-def load_ranks(job: LoadJob, model: ModelSpec, weights: Weights) -> Loaded:
-    """Load all ranks at once, the first one in this process."""
-    share = RankShare.of(model, weights, rank=0, num_ranks=job.num_ranks)
-    ranks = Ranks(job)
+    def close(self) -> None:
+        """End the other ranks, then release what this one has."""
+        call_all([self._ranks.close, self._own.close])
+
+
+def load_ranks(own: RankModel) -> RankedRunner:
+    """Load all ranks at once, the first one, `own`, in this process."""
+    ranks = Ranks(own.job)
     try:
-        own = load_runner(job, share, ranks.all_reduce)
+        runner = load_runner(replace(own, reduce=ranks.all_reduce))
         ranks.wait_for("loaded")
     except BaseException:
         ranks.close()
         raise
-
-    def release() -> None:
-        call_all([ranks.close, own.release])
-
-    return Loaded(RankedRunner(own.runner, ranks), release, ranks.interrupt)
+    return RankedRunner(runner, ranks)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raymoe._native import compiled
 from raymoe.engine.grammars import TokenBitmasks
-from raymoe.engine.outputs import Int32s, TokenLogprob
+from raymoe.engine.outputs import SLICE_ROWS, Int32s, TokenLogprob
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import SequenceTable
 from raymoe.kernels.cpu_elementwise import (
@@ -210,9 +210,6 @@ def keep_min_p(logits_RV: Tensor, min_p_R: Tensor) -> None:
     """Drop tokens less probable than min_p times the best of their row."""
     min_R1 = logits_RV.amax(1, keepdim=True) + min_p_R.log()[:, None]
     logits_RV.masked_fill_(logits_RV < min_R1, float("-inf"))
-
-
-SLICE_ROWS = 32  # float32 copies of that many rows at once
 
 
 def token_logprobs(

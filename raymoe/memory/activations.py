@@ -18,8 +18,6 @@ from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor
 
-STAGED_MICRO_BATCHES = 2  # KV of so many micro-batches is on the device at once
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSizes:
@@ -29,6 +27,7 @@ class ActivationSizes:
         max_num_batched_tokens: Most tokens of a step (T).
         micro_batch_tokens: Most tokens of a micro-batch (W).
         ring: Micro-batches whose attention is in progress at once.
+        staged_micro_batches: Micro-batches whose KV is on the device at once.
         staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
         has_sums: Whether sums of expert outputs are kept between tasks of a layer.
         launch_tokens: Most tokens of a launch of the experts, where cores compute some; else 0.
@@ -38,6 +37,7 @@ class ActivationSizes:
     max_num_batched_tokens: int
     micro_batch_tokens: int
     ring: int
+    staged_micro_batches: int
     staged_blocks: int
     has_sums: bool = False
     launch_tokens: int = 0
@@ -166,7 +166,7 @@ class DeviceActivations:
         ]
         self._layouts, self._staged_blocks = layouts, sizes.staged_blocks
         num_bytes = sizes.staged_blocks * largest_layout(layouts).block_bytes
-        self._staged_kv = [allocate(num_bytes) for _ in range(STAGED_MICRO_BATCHES)]
+        self._staged_kv = [allocate(num_bytes) for _ in range(sizes.staged_micro_batches)]
 
     def routing(self, rows: slice, top_k: int) -> Routing:
         """Experts of some tokens in a layer that chooses `top_k`."""

@@ -27,8 +27,6 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.units import ceil_div
 
-NUM_LAYER_SLOTS = 2  # of whole layers, or of what is in no group of experts
-
 GetWeight = Callable[[str], Weight]
 Allocate = Callable[[int], Tensor]
 
@@ -95,7 +93,7 @@ class WeightPages:
         *,
         dtype: torch.dtype,
         allocate_on_device: Allocate,
-        ring_slots: int = 0,
+        num_slots: tuple[int, int],
         release: Callable[[list[str]], None] = lambda _names: None,
         make_arena: Callable[[int], HostArena] = HostArena,
     ) -> None:
@@ -105,7 +103,8 @@ class WeightPages:
             weights: Canonical name -> weight as it is stored.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
-            ring_slots: Slots for groups of experts; 0 if no layer has groups.
+            num_slots: Slots of whole layers, or of what is in no group of experts; and of a ring
+                for groups of experts, 0 if no layer has groups.
             release: Called with the names of a layer once it is copied.
             make_arena: Bytes -> arena of the host's copy.
         """
@@ -121,10 +120,10 @@ class WeightPages:
         self._unit_begins = [list(itertools.accumulate(each[:-1], initial=0)) for each in units]
         common_bytes = max((each[0] for each in units), default=0)
         group_bytes = max((num_bytes for each in units for num_bytes in each[1:]), default=0)
-        self._ring_slots = ring_slots
+        self._layer_slots, self._ring_slots = layer_slots, ring_slots = num_slots
         self._slots = [
             allocate_on_device(num_bytes)
-            for num_bytes in [common_bytes] * NUM_LAYER_SLOTS + [group_bytes] * ring_slots
+            for num_bytes in [common_bytes] * layer_slots + [group_bytes] * ring_slots
         ]
         self._resident = [allocate_on_device(num_bytes) for _, num_bytes in layouts]
         with torch_on_all_cores():  # new memory is zeroed by whoever writes first
@@ -177,9 +176,9 @@ class WeightPages:
         if not first.is_resident:
             unit, begin = self._unit_of(layer, first.offset)
             streamed_before = sum(bool(cut.page_bytes) for cut in self._paging[:layer])
-            slot = (first_slot + streamed_before) % NUM_LAYER_SLOTS
+            slot = (first_slot + streamed_before) % self._layer_slots
             if unit:
-                slot = NUM_LAYER_SLOTS + (unit - 1) % self._ring_slots
+                slot = self._layer_slots + (unit - 1) % self._ring_slots
             memory = self._slots[slot]
         return self._assembled(layer, name, memory, begin)
 

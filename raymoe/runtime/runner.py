@@ -1,7 +1,7 @@
 """ModelRunner: one step of tokens through all layers, by a schedule."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
+from raymoe.device.lane import call_all
 from raymoe.model.decoder import Decoder
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Run
@@ -44,9 +45,16 @@ class ModelRunner:
         last_timeline: When each task of the latest step ran; its logits are part of `head`.
     """
 
-    def __init__(self, placement: Placement, device: Device) -> None:
-        """Run nothing yet; `device` is where the model computes."""
-        self._placement, self._device = placement, device
+    def __init__(
+        self, placement: Placement, device: Device, closers: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Run nothing yet.
+
+        Args:
+            device: Where the model computes.
+            closers: What gives its memory back, in this order.
+        """
+        self._placement, self._device, self._closers = placement, device, closers
         self._logits_s = 0.0  # of the latest step
         self.last_timeline = Timeline("no step", ())
 
@@ -84,3 +92,10 @@ class ModelRunner:
         with self.run(batch) as hidden_RH:
             self.compute_logits(hidden_RH)
         return self.last_timeline
+
+    def interrupt(self) -> None:
+        """Do nothing: no step here waits for another process."""
+
+    def close(self) -> None:
+        """Give memory back; called once, when no step runs any more."""
+        call_all(self._closers)

@@ -26,14 +26,16 @@ class Schedules:
         forms: Pages and number of micro-batches; the rest is set for each step. Forms differ in
             the experts that cores compute, and so in the pages that are loaded.
         build: The builder of the schedule.
-        choose: The number of the form that suits a step best.
+        planned: The number of the form that was planned.
+        choose: That of the form that suits a step best; None if it is always the planned one.
         loads_ahead: Whether the pages that a step loads first may come before it begins.
     """
 
     forms: tuple[StepForm, ...]
     build: Callable[[StepForm], Schedule]
     division: Division
-    choose: Callable[[CutBatch], int]
+    planned: int
+    choose: Callable[[CutBatch], int] | None
     loads_ahead: bool
 
 
@@ -129,7 +131,9 @@ class Streamed:
         return cut_batch(batch, schedules.forms[0].num_micro_batches, schedules.division)
 
     def _key(self, cut: CutBatch) -> Key:
-        number = self._schedules.choose(cut)
+        choose, number = self._schedules.choose, self._schedules.planned
+        if choose is not None:
+            number = choose(cut)
         return number, cut.has_cpu_attention, cut.has_device_attention, self._first_slot
 
     def _of(self, key: Key) -> _Prepared:

@@ -9,7 +9,7 @@ import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.device.host import read_host
-from raymoe.engine import loading
+from raymoe.engine import node
 from raymoe.engine.engine import Engine
 from raymoe.errors import (
     CheckpointError,
@@ -200,7 +200,7 @@ def test_an_engine_reports_its_plan_beside_what_it_took(directory):
 
 
 def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(directory, monkeypatch):
-    monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(node, "PATIENCE_S", 0.0)
     policy = Policy(
         max_num_seqs=8,
         max_num_batched_tokens=64,

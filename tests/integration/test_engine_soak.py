@@ -12,7 +12,7 @@ import torch
 
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.device.lane import TaskMark
-from raymoe.engine import runner_loading
+from raymoe.engine import rank_model
 from raymoe.schedule.graph import Resource, Task
 from tests.integration import test_schedules as schedules
 
@@ -64,7 +64,7 @@ def test_many_passes_with_stalls_leave_nothing_behind(
     want = schedules.on_cpu(name, "mixed lengths")
     before = num_things()
     stalls = Stalls(seed=1)
-    monkeypatch.setattr(runner_loading, "EmulatedDevice", partial(EmulatedDevice, stall=stalls))
+    monkeypatch.setattr(rank_model, "EmulatedDevice", partial(EmulatedDevice, stall=stalls))
     with schedules.make_engine(
         name, {}, device="emulated", schedule=schedule, device_policy=POLICY
     ) as engine:

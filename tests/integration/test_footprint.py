@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine import runner_loading
+from raymoe.engine import rank_model
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.device_step import workspace_bytes
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
@@ -26,7 +26,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedDevice]:
         made.append(EmulatedDevice(*args))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(runner_loading, "EmulatedDevice", make)
+    monkeypatch.setattr(rank_model, "EmulatedDevice", make)
     return made
 
 

@@ -58,7 +58,7 @@ import gc, json, sys
 import psutil
 from raymoe.config import EngineConfig
 from raymoe.device.host import rss_bytes
-from raymoe.engine import loading
+from raymoe.engine import load
 from raymoe.engine.engine import Engine
 from tests.tiny import make_checkpoint
 
@@ -79,11 +79,11 @@ def fail_in_a_step():
     engine.generate(["abc"], greedy)
 
 def fail_to_load():
-    compute, loading.warm_up = loading.warm_up, None
+    compute, load.warm_up = load.warm_up, None
     try:
         Engine.from_pretrained(large, config)
     finally:
-        loading.warm_up = compute
+        load.warm_up = compute
 
 for _ in range(2):  # what the libraries keep
     warm, _ = run(small)

@@ -15,11 +15,11 @@ import transformers
 
 from raymoe.config import EngineConfig
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine import runner_loading
+from raymoe.engine import rank_model
 from raymoe.engine.accuracy import Accuracy, load_of
 from raymoe.engine.engine import Engine
-from raymoe.engine.runner_loading import EmulatedTiming
 from raymoe.engine.sequence import SchedulerOutput
+from raymoe.engine.step_costs import EmulatedTiming
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
@@ -238,9 +238,9 @@ def run_job(
     scale = (TIME_SCALE if is_usual else LONG_SCALE) if is_timed else 0.0
     hardware = dataclasses.replace(hardware_preset(node), gpu_memory_bytes=MODELS[name][0])
     plan = plan_job(name, hardware, job, BATCH if is_usual else LOGNORMAL_BATCH, schedule)
-    monkeypatch.setattr(runner_loading, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
+    monkeypatch.setattr(rank_model, "EmulatedTiming", emulated_timing_of(name, plan, hardware))
     slowed = functools.partial(EmulatedDevice, time_scale=scale)
-    monkeypatch.setattr(runner_loading, "EmulatedDevice", slowed)
+    monkeypatch.setattr(rank_model, "EmulatedDevice", slowed)
     config = EngineConfig(
         dtype="float32",
         device="emulated",

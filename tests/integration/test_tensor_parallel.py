@@ -18,8 +18,8 @@ import transformers
 
 from raymoe.config import EngineConfig, Settings
 from raymoe.engine.engine import Engine
+from raymoe.engine.rank_model import LoadJob
 from raymoe.engine.ranks import Ranks
-from raymoe.engine.runner_loading import LoadJob
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import STREAMING_BUILDERS

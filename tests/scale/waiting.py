@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raymoe.engine.accuracy import load_of_scheduled_tokens
-from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.load import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
 from raymoe.plan.device_step import LOGIT_CHUNK_ROWS
@@ -114,6 +114,12 @@ class WaitingRunner:
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         """The same for every row; at most `LOGIT_CHUNK_ROWS`."""
         return self._logits_CV[: len(hidden_RH)]
+
+    def interrupt(self) -> None:
+        """Nothing to end."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 def waiting_parts(

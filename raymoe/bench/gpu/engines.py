@@ -41,7 +41,7 @@ from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.host import peak_rss_bytes
 from raymoe.engine.accuracy import RunReport
 from raymoe.engine.engine import Engine
-from raymoe.engine.loading import load_parts
+from raymoe.engine.load import load_parts
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.memory.weights import NUM_VALUES, STANDARD_DEVIATION, dealt
 from raymoe.plan.bound import device_bound

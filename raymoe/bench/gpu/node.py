@@ -19,7 +19,7 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import RESERVE_BYTES, check_cuda
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.device.threads import torch_on_all_cores
-from raymoe.engine.loading import find_node
+from raymoe.engine.node import find_node
 from raymoe.engine.release import return_memory
 from raymoe.measure.gpu import make_copies, seconds_on_stream
 from raymoe.measure.profile import obtain_profile

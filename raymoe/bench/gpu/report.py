@@ -50,6 +50,12 @@ class RunRecorder:
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         return self.runner.compute_logits(hidden_RH)
 
+    def interrupt(self) -> None:
+        self.runner.interrupt()
+
+    def close(self) -> None:
+        self.runner.close()
+
     @contextmanager
     def run(self, batch: InputBatch) -> Iterator[Tensor]:
         shape = shape_of(batch)

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from raymoe.engine.outputs import Int32s
+from raymoe.engine.outputs import SLICE_ROWS, Int32s
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Float32s = npt.NDArray[np.float32]
 POOLINGS = ("last", "mean", "cls")
-SLICE_ROWS = 32  # float32 copies of that many rows of logits at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

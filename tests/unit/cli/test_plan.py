@@ -17,7 +17,7 @@ import pytest
 from raymoe.cli import run
 from raymoe.cli.plan import gantt
 from raymoe.data.sizing import map_batches_kwargs
-from raymoe.engine import loading
+from raymoe.engine import node as engine_node
 from raymoe.plan.plan import RESOURCE_NAMES
 from raymoe.plan.rank import notes_of
 from raymoe.plan.search import find_plan
@@ -538,7 +538,7 @@ def test_a_deadline_that_cannot_be_met_gets_a_sentence(
 def test_here_is_this_machine(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "this_node", lambda: HOST)
+    monkeypatch.setattr(engine_node, "this_node", lambda: HOST)
     found = planned(capsys, "--model", model, "--hardware", "here", *JOB)
     plan = find_plan(ModelSpec.from_directory(model), HOST, WORKLOAD)
     assert (found["hardware"], found["seconds"]) == ("no gpu", plan.job.seconds)

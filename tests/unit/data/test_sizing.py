@@ -11,7 +11,7 @@ import ray.data
 from raymoe.config import EngineConfig, Settings
 from raymoe.data.cluster import Cluster
 from raymoe.data.sizing import map_batches_kwargs, plan_actor
-from raymoe.engine import loading
+from raymoe.engine import node as engine_node
 from raymoe.errors import ConfigError
 from raymoe.measure.kept import identify_machine
 from raymoe.plan.search import find_plan
@@ -284,7 +284,7 @@ def test_actors_on_this_machine_plan_with_the_drivers_measurement(
     cluster = Cluster(num_nodes=1, num_cpus=8, num_gpus=0, memory_bytes=32 * GIB, is_here=True)
     monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
     measured = []
-    monkeypatch.setattr(loading, "_measure_quickly", lambda threads: measured.append(threads) or RATES)  # fmt: skip # noqa: E501
+    monkeypatch.setattr(engine_node, "_measure_quickly", lambda threads: measured.append(threads) or RATES)  # fmt: skip # noqa: E501
     monkeypatch.setenv("RAYMOE_CACHE", "/dev/null/raymoe")
     workload = Workload(num_rows=4000, prompt_tokens=100, generated_tokens=50)
     kwargs = map_batches_kwargs(model, workload=workload, num_actors=num_actors)
@@ -295,7 +295,7 @@ def test_actors_on_this_machine_plan_with_the_drivers_measurement(
     assert handed.hardware.num_cores == num_cores
     assert handed.hardware.host_flop_per_s == RATES.host_flop_per_s * num_cores / 8
     assert handed.machine == identify_machine(config.num_threads).file_name
-    node = loading.find_node(config, Settings(), "cpu")
+    node = engine_node.find_node(config, Settings(), "cpu")
     expected = find_plan(ModelSpec.from_directory(model), node, config.workload)
     assert kwargs.plan.prediction.running_s == pytest.approx(expected.job.seconds)
     assert measured == [None], "the actor measures nothing"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from raymoe.device.cuda import CudaDevice
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.engine import loading, runner_loading
+from raymoe.engine import load, rank_model
 from raymoe.kernels import cpu_elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
@@ -195,5 +195,5 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Def
 
 def use_device(monkeypatch: pytest.MonkeyPatch, open_cuda: Callable[..., CudaDevice]) -> None:
     """Give engines this device in the place of a GPU."""
-    monkeypatch.setattr(loading, "check_cuda", lambda: None)
-    monkeypatch.setattr(runner_loading, "open_cuda", open_cuda)
+    monkeypatch.setattr(load, "check_cuda", lambda: None)
+    monkeypatch.setattr(rank_model, "open_cuda", open_cuda)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig
-from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.load import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import Policy
@@ -107,6 +107,12 @@ class FakeRunner:
 
     def _logits(self, context) -> torch.Tensor:
         return fake_logits(context)
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _context(self, blocks, length: int) -> np.ndarray:
         context = self._tokens[blocks].reshape(-1)[:length]

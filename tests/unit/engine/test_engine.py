@@ -393,12 +393,13 @@ def test_statistics_count_rows_tokens_and_passes(make_engine):
 
 def test_an_engine_that_nobody_closed_is_closed_when_the_interpreter_ends(tmp_path):
     script = f"""
-import dataclasses, pathlib
+import pathlib
 from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
 from raymoe.engine.engine import Engine
 directory = write_byte_tokenizer(pathlib.Path({str(tmp_path)!r}))
-parts = fake_parts(FakeRunner(64), small_policy(), directory=directory)
-engine = Engine(dataclasses.replace(parts, release=lambda: print("released")))
+runner = FakeRunner(64)
+runner.close = lambda: print("released")
+engine = Engine(fake_parts(runner, small_policy(), directory=directory))
 """
     root = Path(__file__).parents[3]
     done = subprocess.run(

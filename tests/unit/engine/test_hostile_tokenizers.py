@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from raymoe.engine import tokenizer as tokenizer_module
 from raymoe.engine.engine import Engine
-from raymoe.engine.runner_loading import EngineParts
+from raymoe.engine.load import EngineParts
 from raymoe.engine.tokenizer import DecodeError, Room, Text, Tokenizer
 from raymoe.engine.workers import process
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError

@@ -1,14 +1,13 @@
-"""Loads an engine: hardware, plan, memory check, weights, runner and warm-up."""
+"""Loads an engine: files, plan, weights, tokenizer and a first token."""
 
 import dataclasses
-import functools
 import itertools
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,251 +15,82 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.cuda import check_cuda, free_gpu_bytes
-from raymoe.device.host import read_host, rss_bytes
+from raymoe.device.cuda import check_cuda
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
+from raymoe.engine.node import check_available, device_name, find_node
 from raymoe.engine.progress import Tell, tell_log
-from raymoe.engine.ranks import load_ranks
-from raymoe.engine.release import clear_frames, return_memory
-from raymoe.engine.request import Request
-from raymoe.engine.runner_loading import (
+from raymoe.engine.rank_model import (
     DTYPES,
-    EngineParts,
-    Loaded,
     LoadJob,
     NewArena,
-    RankShare,
+    RankModel,
     configured_model,
     in_place_arena_bytes,
     load_runner,
     open_weights,
 )
+from raymoe.engine.ranks import load_ranks
+from raymoe.engine.release import clear_frames, return_memory
+from raymoe.engine.request import Request
 from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError, PerformanceWarning, UnknownOptionError
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.measure.kept import identify_machine, load_profile
-from raymoe.measure.plausible import find_problems
-from raymoe.measure.quick import measure_quickly
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
+from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import DummyWeights, WatchedWeights, Weights
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import Footprint, Policy
+from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
+from raymoe.specs.config import HeadKind
 from raymoe.specs.differences import differences_of
 from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
-from raymoe.specs.hardware import (
-    HARDWARE_PRESETS,
-    USABLE_FRACTION,
-    HardwareSpec,
-    MeasuredNode,
-    find_hardware,
-    is_hardware_file,
-    preset_of_gpu,
-)
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
-from raymoe.units import ceil_div, format_bytes
-
-# While an actor restarts, the kernel still frees up to hundreds of gigabytes of the former process.
-PATIENCE_S, LOOK_EVERY_S = 30.0, 0.5
 
 logger = logging.getLogger(__name__)
 
 
-def check_available(
-    footprint: Footprint, *, what: str, num_ranks: int = 1, already_there: int = 0
-) -> None:
-    """Wait up to `PATIENCE_S` for free memory, then refuse a plan that lacks it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A loaded model and its sizes.
 
-    Without this check the kernel would kill the process later. A given budget (`host_memory_bytes`,
-    a `HardwareSpec`) may exceed what the machine or the control groups of this process have left.
-
-    Args:
-        footprint: Host memory of the plan, which is that of one rank.
-        what: What needs the memory, for the message.
-        already_there: Bytes of it that exist already, such as weights that others have loaded.
+    Attributes:
+        policy: Sizes of steps and of the KV cache.
+        max_model_len: Prompt and generated tokens of a row.
+        eos_token_ids: Tokens that end a row.
+        plan: What was planned, if it was.
+        has_states: Whether layers keep states, which sequences share as copies.
+        prefix_salt: Differs between lengths of prompts that do not share KV although they begin
+            the same: rotary embeddings may depend on the length.
+        restart_length: Length beyond which a row computes all its KV again.
     """
-    end_s = time.monotonic() + PATIENCE_S
-    is_waiting = False
-    while True:
-        # What this process uses so far is part of the plan's "runtime".
-        free = read_host().available_memory_bytes + rss_bytes() + already_there
-        available = free // num_ranks
-        if footprint.total <= available:
-            return
-        if time.monotonic() >= end_s:
-            break
-        if not is_waiting:
-            is_waiting = True
-            logger.info(
-                "%s needs %s of host memory and %s are free: waiting up to %.0f s for more",
-                what,
-                format_bytes(footprint.total),
-                format_bytes(available),
-                PATIENCE_S,
-            )
-        time.sleep(LOOK_EVERY_S)
-    footprint.check_fits(
-        available,
-        what=what,
-        advice="So much is free now, as /proc/meminfo and the control groups of this process say. "
-        "Reduce host_memory_bytes, end what else runs on the node, or take a larger node.",
-    )
 
+    runner: Runner
+    policy: Policy
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    head: HeadKind = "lm"
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
+    num_threads: int
+    num_torch_threads: int | None = None
+    plan: Plan | None = None
+    prefix_salt: PrefixSalt = no_salt
+    has_states: bool = False
+    restart_length: int | None = None
 
-EMULATED_BY_DEFAULT = "t4"
-LANE_CORES = 2  # for threads that launch kernels and copies
-
-
-def find_node(
-    config: EngineConfig, settings: Settings, device: str, *, loaded_bytes: int = 0
-) -> HardwareSpec:
-    """Return the node to plan for.
-
-    `loaded_bytes` are shared weights that another engine has loaded: they are not free, but part of
-    the plan.
-    """
-    if device == "emulated":
-        node = _emulated(config, settings)
-    else:
-        node = _given(config, device) or _this_machine(config, settings, device)
-    if config.host_memory_bytes is not None:
-        node = dataclasses.replace(node, host_memory_bytes=config.host_memory_bytes)
-    elif loaded_bytes:
-        maximum = node.host_memory_bytes + loaded_bytes
-        node = dataclasses.replace(node, host_memory_bytes=maximum)
-    if device != "cpu" and config.device_memory_bytes is not None:
-        node = dataclasses.replace(node, gpu_memory_bytes=config.device_memory_bytes)
-    return node
-
-
-def this_node() -> HardwareSpec:
-    """Return this machine as an engine would plan for it now, by default."""
-    config = EngineConfig()
-    return find_node(config, Settings.from_environment(), _device_name(config))
-
-
-def _given(config: EngineConfig, device: str) -> HardwareSpec | None:
-    chosen = config.hardware
-    if isinstance(chosen, str) and chosen != "auto":
-        if not is_hardware_file(chosen):
-            raise ConfigError(
-                f"hardware is {chosen!r}; a preset sets the pace of the device 'emulated', the "
-                f"device {device!r} runs on this machine: leave it out, or name a file"
-            )
-        chosen = HardwareSpec.from_file(chosen)
-    if not isinstance(chosen, HardwareSpec):
-        return None
-    if device == "cpu":
-        return chosen.without_gpu()
-    if not chosen.has_gpu:
-        raise ConfigError(f"hardware is {chosen.name!r}, which has no GPU, for the device 'cuda'")
-    return chosen
-
-
-def _this_machine(config: EngineConfig, settings: Settings, device: str) -> HardwareSpec:
-    """Return this machine's profile, or a quick measurement, with the memory that is free now."""
-    measured = _handed(config, settings) or measured_host(config.num_threads, settings)
-    measured = dataclasses.replace(measured, host_memory_bytes=_budget(settings))
-    if device == "cpu":
-        return measured.without_gpu()
-    if config.num_threads is None and settings.num_threads is None:
-        measured = dataclasses.replace(measured, num_cores=_without_lanes(measured.num_cores))
-    free_bytes = free_gpu_bytes()
-    if not measured.has_gpu:
-        return _with_known_gpu(measured, free_bytes)
-    return dataclasses.replace(measured, gpu_memory_bytes=free_bytes)
-
-
-def _handed(config: EngineConfig, settings: Settings) -> HardwareSpec | None:
-    """Return what the driver measured, if that was on a machine like this one."""
-    node = config.hardware
-    if not isinstance(node, MeasuredNode):
-        return None
-    machine = identify_machine(config.num_threads or settings.num_threads)
-    return node.hardware if node.machine == machine.file_name else None
-
-
-def _without_lanes(num_cores: int) -> int:
-    """Cores for the CPU's kernels where other threads feed a GPU, which must not wait for one."""
-    return max(num_cores - LANE_CORES, ceil_div(num_cores, 2))
-
-
-def measured_host(num_threads: int | None = None, settings: Settings | None = None) -> HardwareSpec:
-    """Return the kept profile of this machine, else a quick measurement."""
-    return measured_node(num_threads, settings).hardware
-
-
-def measured_node(num_threads: int | None = None, settings: Settings | None = None) -> MeasuredNode:
-    """Return what `measured_host` does, with the machine that it is of."""
-    settings = settings or Settings.from_environment()
-    num_threads = num_threads or settings.num_threads
-    machine = identify_machine(num_threads)
-    kept = load_profile(settings.cache_directory, machine)
-    problems = [] if kept is None else find_problems(kept)
-    if kept is not None and not problems:
-        return MeasuredNode(machine=machine.file_name, hardware=kept)
-    if problems:
-        logger.warning(
-            "the profile %s is not used, as it was disturbed: %s; run 'raymoe profile --again' "
-            "while nothing else runs", settings.cache_directory / machine.file_name, problems[0],
-        )  # fmt: skip
-    return MeasuredNode(machine=machine.file_name, hardware=_measure_quickly(num_threads))
-
-
-def measured_share(num_threads: int | None, count: int) -> MeasuredNode:
-    """Return what one of `count` engines that run on this machine at once has of it.
-
-    Args:
-        num_threads: Threads that were chosen for each engine; None divides the cores.
-    """
-    node = measured_node(num_threads)
-    if num_threads is not None or count == 1:
-        return node
-    share = node.hardware.share(count)
-    machine = identify_machine(share.num_cores).file_name
-    return MeasuredNode(machine=machine, hardware=share)
-
-
-_measure_quickly = functools.cache(measure_quickly)
-
-
-def _emulated(config: EngineConfig, settings: Settings) -> HardwareSpec:
-    chosen = config.hardware
-    if chosen in {None, "auto"} or isinstance(chosen, MeasuredNode):
-        chosen = EMULATED_BY_DEFAULT
-    spec = find_hardware(chosen) if isinstance(chosen, str) else chosen
-    if not spec.has_gpu:
-        raise ConfigError(f"hardware is {spec.name!r}, which has no GPU to emulate")
-    num_threads = config.num_threads or settings.num_threads
-    return dataclasses.replace(
-        spec,
-        num_cores=num_threads or read_host().num_cores,
-        host_memory_bytes=_budget(settings),
-    )
-
-
-def _budget(settings: Settings) -> int:
-    available = int(read_host().available_memory_bytes * USABLE_FRACTION)
-    return settings.host_memory_bytes or available
-
-
-def _with_known_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
-    """Return this host with the preset of its GPU."""
-    name = torch.cuda.get_device_name()
-    known = preset_of_gpu(name)
-    if known is None:
-        raise ConfigError(
-            f"the GPU {name!r} is none of the presets ({', '.join(HARDWARE_PRESETS)}); run "
-            "'raymoe profile' once on this machine, or give hardware=HardwareSpec(...)"
-        )
-    return host.with_gpu_of(known, free_bytes)
+    def close(self) -> None:
+        """Give memory back; called once, when the engine has ended."""
+        self.tokenizer.close()
+        self.runner.close()
 
 
 def load_parts(
@@ -288,7 +118,7 @@ def load_parts(
 def _load_parts(
     path: str | Path, config: EngineConfig, new_arena: NewArena, tell: Tell
 ) -> EngineParts:
-    device = _device_name(config)
+    device = device_name(config)
     _check_schedule(config, device)
     if config.device == "cuda":
         check_cuda()
@@ -355,7 +185,7 @@ def _load_plan(
         directory=directory,
         config=config,
         settings=settings,
-        device=_device_name(config),
+        device=device_name(config),
         dtype=dtype,
         kv_dtype=_kv_dtype(config, dtype),
         hardware=plan.hardware,
@@ -368,12 +198,12 @@ def _load_plan(
         new_arena=new_arena,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    loaded = _load(job, spec, weights, shared, tell=tell)
-    with released_on_error(loaded.release):
+    runner = _load(job, spec, weights, shared, tell=tell)
+    with released_on_error(runner.close):
         tell("loading the tokenizer")
         tokenizer.load()
     return EngineParts(
-        runner=loaded.runner,
+        runner=runner,
         policy=plan.policy,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
@@ -388,8 +218,6 @@ def _load_plan(
         prefix_salt=spec.prefix_salt,
         restart_length=spec.restart_length,
         has_states=spec.has_states,
-        release=loaded.release,
-        interrupt=loaded.interrupt,
     )
 
 
@@ -433,7 +261,7 @@ def _find_plan(
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
     return find_plan(
         spec,
-        find_node(config, settings, _device_name(config), loaded_bytes=loaded_bytes),
+        find_node(config, settings, device_name(config), loaded_bytes=loaded_bytes),
         config.workload,
         schedule=config.schedule,
         policy=config.policy,
@@ -483,19 +311,16 @@ def _context_tokens(spec: ModelSpec, config: EngineConfig) -> int:
 
 def _load(
     job: LoadJob, spec: ModelSpec, weights: Weights, shared: SharedFile | None, *, tell: Tell
-) -> Loaded:
+) -> Runner:
     tell("loading weights")
     if not isinstance(weights, DummyWeights):  # those are told from others by their type
         weights = _watched(weights, spec.num_layers, tell)
-    if job.num_ranks == 1:
-        share = RankShare.of(spec, weights, rank=0, num_ranks=1)
-        loaded = load_runner(job, share, shared=shared)
-    else:
-        loaded = load_ranks(job, spec, weights)
-    with released_on_error(loaded.release):
+    own = dataclasses.replace(RankModel.of(job, spec, weights, rank=0), shared=shared)
+    runner: Runner = load_runner(own) if job.num_ranks == 1 else load_ranks(own)
+    with released_on_error(runner.close):
         tell("computing a first token")
-        warm_up(loaded.runner, spec.vocab_size, is_read=spec.head != "lm")
-    return loaded
+        warm_up(runner, spec.vocab_size, is_read=spec.head != "lm")
+    return runner
 
 
 def _watched(weights: Weights, num_layers: int, tell: Tell) -> Weights:
@@ -510,13 +335,6 @@ def _watched(weights: Weights, num_layers: int, tell: Tell) -> Weights:
             tell("compiling")
 
     return WatchedWeights(weights, watch)
-
-
-def _device_name(config: EngineConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    has_gpu = config.schedule != "in_place" and torch.cuda.is_available()
-    return "cuda" if has_gpu else "cpu"
 
 
 def _check_schedule(config: EngineConfig, device: str) -> None:

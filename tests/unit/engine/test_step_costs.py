@@ -1,6 +1,6 @@
 """A cut pass in the numbers of the cost model."""
 
-from raymoe.engine.runner_loading import micro_batch_shape
+from raymoe.engine.step_costs import micro_batch_shape
 from raymoe.plan.work import AttentionShape
 from tests.unit.runtime.test_micro_batches import cut
 

@@ -3,8 +3,8 @@
 import pytest
 
 from raymoe.device.host import HostInfo
-from raymoe.engine import loading
-from raymoe.engine.loading import check_available
+from raymoe.engine import node as engine_node
+from raymoe.engine.node import check_available
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.policy import Footprint
 from raymoe.units import GIB
@@ -26,10 +26,10 @@ def free(monkeypatch):
             available_memory_bytes=size,
         )
 
-    monkeypatch.setattr(loading, "read_host", read)
-    monkeypatch.setattr(loading, "rss_bytes", lambda: GIB)
-    monkeypatch.setattr(loading.time, "sleep", slept.append)
-    monkeypatch.setattr(loading.time, "monotonic", lambda: float(len(slept)))
+    monkeypatch.setattr(engine_node, "read_host", read)
+    monkeypatch.setattr(engine_node, "rss_bytes", lambda: GIB)
+    monkeypatch.setattr(engine_node.time, "sleep", slept.append)
+    monkeypatch.setattr(engine_node.time, "monotonic", lambda: float(len(slept)))
     return sizes, slept
 
 
@@ -57,7 +57,7 @@ def test_a_plan_that_never_fits_is_refused_with_its_table(free):
     assert "(39.00 GiB short)" in message
     assert "weights" in message
     assert "Reduce host_memory_bytes" in message
-    assert len(slept) == loading.PATIENCE_S
+    assert len(slept) == engine_node.PATIENCE_S
 
 
 def test_what_others_have_loaded_already_counts_as_there(free):

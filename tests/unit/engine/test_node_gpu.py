@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.engine import loading
+from raymoe.engine import load
+from raymoe.engine import node as engine_node
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, PerformanceWarning
 from raymoe.plan.plan import Plan
@@ -22,15 +23,15 @@ FREE = 19 * GIB
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "free_gpu_bytes", lambda: FREE)
+    monkeypatch.setattr(engine_node, "free_gpu_bytes", lambda: FREE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A10G")
 
 
 def node(
     measured: HardwareSpec, monkeypatch: pytest.MonkeyPatch, **options: object
 ) -> HardwareSpec:
-    monkeypatch.setattr(loading, "measured_host", lambda *_: measured)
-    return loading.find_node(EngineConfig(device="cuda", **options), Settings(), "cuda")  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_node, "measured_host", lambda *_: measured)
+    return engine_node.find_node(EngineConfig(device="cuda", **options), Settings(), "cuda")  # type: ignore[arg-type]
 
 
 def test_memory_is_what_is_free_now_not_what_the_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_the_usual_type_is_one_that_the_gpu_multiplies(
 
     def dtype_of(model: str, device: str = "cuda", dtype: str = "auto") -> str:
         config, spec = EngineConfig(dtype=dtype), model_preset(model)
-        return loading._with_dtype(config, spec, Stored(), device).dtype
+        return load._with_dtype(config, spec, Stored(), device).dtype
 
     assert dtype_of("mixtral-8x7b", "cpu") == "auto"
     assert dtype_of("gpt-oss-20b", dtype="bfloat16") == "bfloat16"
@@ -103,10 +104,10 @@ def chosen(
     def stop(*arguments: object, **named: object) -> None:
         raise ChosenError(arguments[3], named["plan"])
 
-    monkeypatch.setattr(loading, "_load_plan", stop)
+    monkeypatch.setattr(load, "_load_plan", stop)
     config = EngineConfig(hardware=node, load_format="dummy", max_model_len=128, **options)  # type: ignore[arg-type]
     with pytest.raises(ChosenError) as caught:
-        loading.load_parts(model, config)
+        load.load_parts(model, config)
     config, plan = caught.value.args
     return config, plan
 

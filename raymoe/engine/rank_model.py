@@ -1,0 +1,510 @@
+"""What one rank loads: its share of the weights, KV cache and buffers, and the runner over them."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raymoe.codecs import StoredMatrix, Weight, as_tensor
+from raymoe.config import EngineConfig, Settings
+from raymoe.device.cuda import open_cuda
+from raymoe.device.device import Device
+from raymoe.device.emulated import UNLIMITED, EmulatedDevice, HostDevice
+from raymoe.device.lane import released_on_error
+from raymoe.engine.identity import Choice
+from raymoe.engine.step_costs import EmulatedTiming, split_choice
+from raymoe.errors import PerformanceWarning
+from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.cpu_experts import ExpertGroup
+from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.gpu_experts_layout import TileTable
+from raymoe.kernels.paged_kv import CacheLayout
+from raymoe.measure.kept import Gpu, load_tiles
+from raymoe.memory.activations import ActivationSizes, DeviceActivations, HostActivations
+from raymoe.memory.arena import HostArena, SharedArena
+from raymoe.memory.kv_cache import KvCache, device_cache
+from raymoe.memory.shared_file import SharedFile
+from raymoe.memory.weight_pages import LayerPaging, WeightPages
+from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
+from raymoe.model.compilation import compile_attention, compile_experts
+from raymoe.model.decoder import Decoder, cache_layouts
+from raymoe.model.feed_forward import HostExperts
+from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
+from raymoe.plan.device_step import (
+    STAGED_MICRO_BATCHES,
+    StreamedSteps,
+    device_footprint,
+    resident_footprint,
+    workspace_bytes,
+)
+from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.policy import Policy
+from raymoe.plan.work import ModelWork
+from raymoe.runtime.batch import blocks_of_tokens
+from raymoe.runtime.in_place import InPlace
+from raymoe.runtime.micro_batches import Division
+from raymoe.runtime.operations import StreamedMemory
+from raymoe.runtime.runner import BeforeStep, ModelRunner
+from raymoe.runtime.streamed import Schedules, Streamed
+from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resident
+from raymoe.schedule.program import NUM_LAYER_SLOTS, NUM_RETURNED_SUMS
+from raymoe.schedule.timeline import Instant
+from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
+from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.tensor_shards import shard_model
+from raymoe.units import MIB, format_bytes
+
+NewArena = Callable[[int], HostArena]
+# Of `DEVICE_RUNTIME_BYTES`, which a plan counts: what compiling kernels takes besides a workspace.
+COMPILE_BYTES = 256 * MIB
+STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadJob:
+    """A model and the sizes of a run: the same for all ranks.
+
+    Attributes:
+        hardware: What a rank has of the node.
+        step_limit_s: A step that takes longer is stuck.
+        new_arena: Makes the host memory of weights and KV cache for a device with its own memory.
+    """
+
+    directory: Path
+    config: EngineConfig
+    settings: Settings
+    device: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    hardware: HardwareSpec
+    schedule: str
+    policy: Policy
+    num_torch_threads: int
+    step_limit_s: float
+    new_arena: NewArena = HostArena
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.tensor_parallel_size
+
+
+def configured_model(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model with the head and the type of states that the configuration asks for."""
+    spec = spec.with_state_dtype(config.state_dtype)
+    return spec.with_head("none") if config.head == "none" else spec
+
+
+def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weights:
+    """The weights of a whole model: those of its checkpoint, or random ones.
+
+    Raises:
+        CheckpointError: As for `WeightStore.open`.
+    """
+    if config.load_format != "dummy":
+        return WeightStore.open(spec, directory)
+    dtype = DTYPES[config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"]
+    # On the CPU, torch reads what is not packed where it is: views would stay in its caches.
+    is_copied = config.device in {"cuda", "emulated"} or packed_linear_is_used(dtype)
+    return DummyWeights(spec, dtype, are_views=is_copied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """What one rank loads, and as what.
+
+    Attributes:
+        spec: The share of the rank, as are `weights`.
+        reduce: Adds up what ranks add to hidden states.
+        shared: Where the host's copy of the weights goes that other engines use too; None for one
+            of its own.
+    """
+
+    job: LoadJob
+    spec: ModelSpec
+    weights: Weights
+    rank: int = 0
+    reduce: Reduce = keep
+    shared: SharedFile | None = None
+
+    @classmethod
+    def of(cls, job: LoadJob, model: ModelSpec, weights: Weights, *, rank: int) -> "RankModel":
+        """The share of a rank; all of it where there is only one.
+
+        Raises:
+            ConfigError: The model cannot be divided between so many ranks.
+        """
+        if job.num_ranks == 1:
+            return cls(job=job, spec=model, weights=weights)
+        part = shard_model(model, job.num_ranks)
+        sharded = ShardedWeights(weights, model, part, rank)
+        return cls(job=job, spec=part, weights=sharded, rank=rank)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.job.dtype
+
+    @cached_property
+    def kv_layouts(self) -> tuple[CacheLayout, ...]:
+        return cache_layouts(self.spec, self.job.kv_dtype, self.dtype)
+
+    @cached_property
+    def steps(self) -> StreamedSteps:
+        job = self.job
+        return StreamedSteps.of(self.spec, job.schedule, job.policy, self.dtype.itemsize)
+
+    @property
+    def work(self) -> ModelWork:
+        kv_bytes = self.kv_layouts[0].dtype.itemsize
+        return ModelWork.of(self.spec, self.dtype.itemsize, kv_element_bytes=kv_bytes)
+
+    @property
+    def is_resident(self) -> bool:
+        return self.job.schedule == "resident"
+
+    @cached_property
+    def tiles(self) -> TileTable | None:
+        """Measured tiles of the GPU's kernels."""
+        if self.job.device != "cuda" or not torch.cuda.is_available():
+            return None
+        return load_tiles(self.job.settings.cache_directory, Gpu.current())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that operations allocate while they run, at most; 0 if it is the host's."""
+        if self.job.device != "cuda":
+            return 0
+        if self.is_resident:
+            return workspace_bytes(resident_footprint(self.spec, self.work, self.job.policy))
+        return workspace_bytes(device_footprint(self.spec, self.work, self.steps))
+
+    def make_arena(self, num_bytes: int, device: Device) -> HostArena:
+        """Memory for the host's copy of the weights."""
+        if self.shared is None:
+            return self.job.new_arena(num_bytes)
+        # A driver pins only what could be written.
+        is_writable = device.torch_device.type == "cuda"
+        note = Choice.of(self.steps).note()
+        return SharedArena(num_bytes, self.shared, note, is_writable=is_writable)
+
+
+def load_runner(model: RankModel) -> ModelRunner:
+    """Fill the memory of a rank."""
+    job = model.job
+    if job.device == "cpu":
+        return _load_in_place(model)
+    before_step = None
+    if job.device == "cuda":
+        device: Device = open_cuda(model.rank, memory_bytes=job.config.device_memory_bytes)
+    else:
+        device = emulated = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
+        if job.config.hardware not in {None, "auto"}:
+            cuts = () if model.is_resident else tuple(each.cut for each in model.steps.splits)
+            before_step = EmulatedTiming(emulated, model.work, job.hardware, cuts)
+    load = load_resident if model.is_resident else load_streamed
+    with released_on_error(device.close):
+        return load(model, device, before_step)
+
+
+def in_place_arena_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
+    """Host memory of what is not read as it is stored, on the device `cpu`."""
+    # Dummy weights have the type to compute in; they would be made to be looked at.
+    stored = None if isinstance(weights, DummyWeights) else weights
+    return decoder_arena_bytes(spec, dtype, stored)
+
+
+def _load_in_place(model: RankModel) -> ModelRunner:
+    """Keep everything in host memory, where the cores compute."""
+    job, spec, weights = model.job, model.spec, model.weights
+    arena = HostArena(in_place_arena_bytes(spec, weights, model.dtype))
+    decoder = Decoder.load(spec, weights, arena.allocate, model.dtype, release=weights.drop_pages)
+    workload, policy, layouts = job.config.workload, job.policy, model.kv_layouts
+    cache = KvCache(layouts, policy.num_kv_blocks, num_slots=policy.num_state_slots)
+    if workload is not None:
+        rows = min(workload.num_rows, policy.max_num_seqs)
+        used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
+        cache.touch(used_blocks, job.hardware.num_cores)
+    device = HostDevice()
+    placement = InPlace(decoder, cache.layers, layouts, build=build_in_place, device=device)
+    return ModelRunner(placement, device, [cache.close, arena.close])
+
+
+def load_streamed(
+    model: RankModel, device: Device, before_step: BeforeStep | None = None
+) -> ModelRunner:
+    """Fill host and device memory for weights that stream.
+
+    Args:
+        before_step: Called with each step and its schedule before it runs.
+
+    Raises:
+        CapacityError: The device's memory does not hold what the policy asks for.
+        ConfigError: The schedule cannot run with this policy.
+    """
+    steps = model.steps
+    with device.memory_near():
+        weights = _load_pages(model, steps.cut, device)
+    if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
+        steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
+    cache, is_cache_pinned = _pinned_cache(model, device)
+    memory = _load_memory(
+        model, steps, weights, cache, device=device, is_cache_pinned=is_cache_pinned
+    )
+    _prepare(model, memory.decoders[0], steps.launch_tokens, device)
+    schedules = Schedules(
+        forms=tuple(split.form for split in steps.splits),
+        build=steps.build,
+        division=Division(
+            cpu_attention_fraction=steps.cpu_attention_fraction, staged_blocks=steps.staged_blocks
+        ),
+        planned=int(len(steps.splits) > 1),  # the share that was asked for
+        choose=split_choice(model.work, model.job.hardware, steps),
+        loads_ahead=steps.schedule in RING_SCHEDULES and not steps.device.staging_slots,
+    )
+    placement = Streamed(memory, schedules, device, before_step)
+    return ModelRunner(placement, device, [device.close, cache.close, weights.close])
+
+
+def _prepare(model: RankModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
+    """Wait for what was copied, reserve memory for intermediates and compile kernels."""
+    device.synchronize()
+    compile_kernels = partial(_compile, model, decoder, max_tokens, device.torch_device)
+    device.prepare(model.workspace_bytes, compile_kernels)
+
+
+def _is_pinned(memory: Tensor, device: Device) -> bool:
+    reason = device.pin(memory)
+    if reason is None:
+        return True
+    warnings.warn(
+        f"cannot pin {format_bytes(memory.nbytes)} of weights ({reason}): they go through a pinned "
+        "staging ring, which reads and writes host memory once more for every byte loaded and "
+        "takes a core. Raise the limit of locked memory (ulimit -l, or the container's memory) "
+        "to avoid it.",
+        PerformanceWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _pinned_cache(model: RankModel, device: Device) -> tuple[KvCache, bool]:
+    """The KV cache in host memory, and whether it is page-locked."""
+    policy = model.job.policy
+    num_slots = 0 if model.steps.device.states_on_device else policy.num_state_slots
+    cache = KvCache(
+        model.kv_layouts, policy.num_kv_blocks, model.job.new_arena, num_slots=num_slots
+    )
+    reason = device.pin(cache.host_memory)
+    if reason is not None:
+        warnings.warn(
+            f"cannot pin {format_bytes(cache.num_bytes)} of KV cache ({reason}): what the device "
+            "reads of it is copied at a fraction of the link's rate. Raise the limit of locked "
+            "memory, or use fewer KV blocks.",
+            PerformanceWarning,
+            stacklevel=2,
+        )
+    return cache, reason is None
+
+
+def _load_memory(
+    model: RankModel,
+    steps: StreamedSteps,
+    weights: WeightPages,
+    cache: KvCache,
+    *,
+    device: Device,
+    is_cache_pinned: bool,
+) -> StreamedMemory:
+    spec, dtype = model.spec, model.dtype
+    kept = _load_kept(model, device)
+    sizes = ActivationSizes(
+        max_num_batched_tokens=steps.policy.max_num_batched_tokens,
+        micro_batch_tokens=steps.micro_batch_tokens,
+        ring=steps.ring,
+        staged_micro_batches=STAGED_MICRO_BATCHES,
+        staged_blocks=steps.staged_blocks,
+        has_sums=steps.has_sums,
+        launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
+        returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,
+    )
+    return StreamedMemory(
+        top_k=tuple(
+            layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
+        ),
+        expert_groups=steps.cut.expert_groups,
+        host_experts=_host_experts(model, weights) if steps.has_host_experts else (),
+        torch_device=device.torch_device,
+        decoders=(
+            _decoder(model, weights, kept, first_slot=0, device=device),
+            _decoder(model, weights, kept, first_slot=1, device=device),
+        ),
+        weights=weights,
+        kv=cache.layers,
+        layouts=model.kv_layouts,
+        states=device_cache(
+            model.kv_layouts,
+            0,
+            lambda size: device.allocate(size, "states"),
+            num_slots=steps.policy.num_state_slots if steps.device.states_on_device else 0,
+        ),
+        device=DeviceActivations(
+            spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
+        ),
+        host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
+        staging=[
+            device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
+        ],
+        is_cache_pinned=is_cache_pinned,
+        poison=device.poison,
+    )
+
+
+def _host_experts(model: RankModel, weights: WeightPages) -> tuple[HostExperts | None, ...]:
+    return tuple(_host_experts_of(model, weights, i) for i in range(model.spec.num_layers))
+
+
+def _host_experts_of(model: RankModel, weights: WeightPages, i: int) -> HostExperts | None:
+    """The experts of a layer on the host's copy; None if cores compute none of them."""
+    spec, ffn, prefix = model.spec, model.spec.layers[i].ffn, layer_prefix(i)
+    if not isinstance(ffn, MoeSpec):
+        return None
+    last = f"mlp.experts.{ffn.num_experts - 1}."
+    if weights.host_weight(i, f"{last}up_proj.weight") is None:
+        return None  # all are resident
+
+    def view(name: str) -> Weight:
+        name = name.removeprefix(prefix)
+        found = weights.host_weight(i, name)
+        if found is None and (match := re.fullmatch(r"mlp\.experts\.\d+\.(.*)", name)):
+            # Resident experts are never computed here: any weight of their shape stands for theirs.
+            found = weights.host_weight(i, last + match[1])
+        return as_tensor(model.weights(prefix + name), model.dtype) if found is None else found
+
+    loader = PagedLoader(view, model.weights, model.dtype, torch.device("cpu"))
+    return HostExperts(spec, ffn, loader, prefix)
+
+
+def load_resident(
+    model: RankModel, device: Device, before_step: BeforeStep | None = None
+) -> ModelRunner:
+    """Put all weights, the KV cache and states on the device; otherwise as `load_streamed`."""
+    cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=UNLIMITED)
+    weights = _load_pages(model, cut, device)
+    kept = _load_kept(model, device)
+    kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
+    layouts, policy = model.kv_layouts, model.job.policy
+    cache = device_cache(
+        layouts,
+        policy.num_kv_blocks,
+        lambda size: device.allocate(size, "KV cache"),
+        num_slots=policy.num_state_slots,
+    )
+    decoder = _decoder(model, weights, kept, first_slot=0, device=device)
+    _prepare(model, decoder, policy.max_num_batched_tokens, device)
+    placement = InPlace(
+        decoder, cache, layouts, build=build_resident, device=device, before_step=before_step
+    )
+    return ModelRunner(placement, device, [device.close, weights.close])
+
+
+def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.device) -> None:
+    """Compile the kernels of all steps on a GPU."""
+    if device.type != "cuda":
+        return
+    # Steps have buffers for hidden states and for sums in float32; here both are allocated.
+    token_bytes = model.spec.hidden_size * (model.dtype.itemsize + torch.float32.itemsize)
+    max_tokens = min(max_tokens, COMPILE_BYTES // token_bytes)
+
+    def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:
+        decoder.local_ffn(layer, hidden_TH, routing)
+        ffn = model.spec.layers[layer].ffn
+        if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
+            rows_TL = decoder.to_latent(layer, hidden_TH) if ffn.latent_size else hidden_TH
+            group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
+            decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
+
+    compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device)
+    compile_attention(decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device)
+
+
+def _load_pages(model: RankModel, cut: PageCut, device: Device) -> WeightPages:
+    return WeightPages(
+        model.spec,
+        model.weights,
+        layer_paging(model.spec, cut),
+        dtype=model.dtype,
+        allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
+        num_slots=(NUM_LAYER_SLOTS, cut.ring_slots),
+        release=model.weights.drop_pages,
+        make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
+    )
+
+
+def layer_paging(spec: ModelSpec, cut: PageCut) -> list[LayerPaging]:
+    """What memory needs to know of a cut: pages and resident parts of each layer."""
+    return [
+        LayerPaging(
+            page_bytes=cut.page_bytes[i],
+            resident_parts=_resident_parts(cut, i, layer),
+            group_pages=cut.layers[i].group_pages,
+        )
+        for i, layer in enumerate(spec.layers)
+    ]
+
+
+def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
+    is_dense = isinstance(layer.ffn, DenseSpec)
+    parts = {"common" if is_dense else f"expert {n}" for n in range(cut.resident_experts[i])}
+    if cut.is_common_resident[i]:
+        parts |= {"attention"} if is_dense else {"attention", "common"}
+    return frozenset(parts)
+
+
+def _load_kept(model: RankModel, device: Device) -> dict[str, Weight]:
+    """What is in no layer: the embedding on the host, final norm and head on the device."""
+    embedding = as_tensor(model.weights(EMBEDDING), model.dtype)
+    outer = {name: model.weights(name) for name in model.spec.outer_weights() if name != EMBEDDING}
+    if model.spec.tie_word_embeddings:
+        outer[HEAD] = embedding
+    kept = {name: _put(weight, model.dtype, device) for name, weight in outer.items()}
+    return kept | {EMBEDDING: embedding}
+
+
+def _put(source: Weight, dtype: torch.dtype, device: Device, purpose: str = "head") -> Weight:
+    if isinstance(source, StoredMatrix):
+        pieces = {
+            name: _copied(tensor, tensor.dtype, device, purpose)
+            for name, tensor in source.pieces.items()
+        }
+        return replace(source, pieces=pieces)
+    return _copied(source, dtype, device, purpose)
+
+
+def _copied(source: Tensor, dtype: torch.dtype, device: Device, purpose: str) -> Tensor:
+    memory = device.allocate(source.numel() * dtype.itemsize, purpose)
+    return memory.view(dtype).view(source.shape).copy_(source)
+
+
+def _decoder(
+    model: RankModel,
+    weights: WeightPages,
+    kept: Mapping[str, Weight],
+    *,
+    first_slot: int,
+    device: Device,
+) -> Decoder:
+    views = dict(kept)
+    for i in range(model.spec.num_layers):
+        prefix = layer_prefix(i)
+        for name in weights.names(i):
+            views[prefix + name] = weights.device_weight(i, name, first_slot)
+    loader = PagedLoader(
+        views.__getitem__, model.weights, model.dtype, device.torch_device, tiles=model.tiles
+    )
+    return Decoder(model.spec, loader, lambda _names: None, reduce=model.reduce)
