@@ -17,8 +17,8 @@ from raymoe.device.lane import Lane, ThreadLane
 from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
 from raymoe.engine.loading import load_parts
-from raymoe.plan.cost import HostCost, StepShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.cost import StepCost
+from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
 from raymoe.runtime.bindings import StepInputs, StepRun
 from raymoe.runtime.executor import Bindings, LaneExecutor
 from raymoe.schedule.builders import build_in_place
@@ -93,15 +93,15 @@ class StepKind(enum.StrEnum):
     DECODE = "decode"
 
     @classmethod
-    def of(cls, shape: StepShape) -> "StepKind":
-        if not shape.prefill_tokens:
+    def of(cls, shape: MicroBatchShape) -> "StepKind":
+        if not shape.host.prompt_pairs:
             return cls.DECODE
-        return cls.MIXED if shape.decode_rows else cls.PREFILL
+        return cls.MIXED if shape.host.decode_rows else cls.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    shape: StepShape
+    shape: MicroBatchShape
     predicted: Timeline
     measured: Timeline
 
@@ -157,7 +157,7 @@ class StepRecorder:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.steps: list[tuple[StepShape, Timeline]] = []
+        self.steps: list[tuple[MicroBatchShape, Timeline]] = []
 
     def run(self, inputs: StepInputs) -> StepRun:
         timeline = yield from self._runner.run(inputs)
@@ -165,26 +165,26 @@ class StepRecorder:
         return timeline
 
 
-def shape_of(inputs: StepInputs) -> StepShape:
+def shape_of(inputs: StepInputs) -> MicroBatchShape:
     """Convert step inputs to cost-model numbers; a chunk of one token counts as decoding."""
     batch = inputs.attention
     num_scheduled_tokens = batch.query_start.diff().long()
     contexts = batch.context_tokens.long()
     pairs = num_scheduled_tokens * (2 * contexts - num_scheduled_tokens + 1) // 2
     is_prefill = num_scheduled_tokens > 1
-    return StepShape(
-        tokens=int(num_scheduled_tokens.sum()),
-        attention_pairs=int(pairs.sum()),
+    attention = AttentionShape(
+        rows=int(num_scheduled_tokens.sum()),
+        decode_rows=int((~is_prefill).sum()),
+        pairs=int(pairs[~is_prefill].sum()),
+        prompt_pairs=int(pairs[is_prefill].sum()),
         context_tokens=int(contexts.sum()),
-        logit_rows=len(inputs.logit_rows),
-        prefill_tokens=int(num_scheduled_tokens[is_prefill].sum()),
-        prefill_pairs=int(pairs[is_prefill].sum()),
     )
+    return MicroBatchShape(host=attention, logit_rows=len(inputs.logit_rows))
 
 
-def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> Timeline:
+def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: MicroBatchShape) -> Timeline:
     work = ModelWork.of(model, torch.bfloat16.itemsize)
-    return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
+    return simulate(build_in_place(model.num_layers), StepCost(work, hardware, (shape,)))
 
 
 def compare_steps(

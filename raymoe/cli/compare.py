@@ -21,7 +21,7 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.host import step_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import cache_layouts
-from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.cost import StepCost
 from raymoe.plan.device_step import StreamedSteps
 from raymoe.plan.pages import PageCut, layer_pages
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
@@ -187,13 +187,13 @@ class _Run:
     def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
         return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
 
-    def _cost(self, schedule: Schedule, model: LoadedModel) -> DeviceCost:
+    def _cost(self, schedule: Schedule, model: LoadedModel) -> StepCost:
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
         rows = self._step.num_rows // self._num_micro_batches
         micro_batch = MicroBatchShape.decode(
             rows, self._step.context, model.steps.cpu_attention_fraction
         )
-        return DeviceCost.of_schedule(
+        return StepCost.of_schedule(
             schedule,
             ModelWork.of(self._paced, BYTES_PER_ELEMENT),
             self._hardware,

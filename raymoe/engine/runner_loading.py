@@ -39,7 +39,7 @@ from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.feed_forward import HostExperts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
-from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.cost import StepCost
 from raymoe.plan.device_step import (
     DeviceStep,
     StreamedSteps,
@@ -564,7 +564,7 @@ class EmulatedTiming:
     def __call__(self, cut: CutStep, schedule: Schedule, form: int) -> None:
         """Take the costs of this step from here on."""
         pages = self._cuts[form] if self._cuts else None
-        self._device.cost = DeviceCost.of_schedule(
+        self._device.cost = StepCost.of_schedule(
             schedule,
             self._work,
             self._hardware,

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.device_cost import ROUTING_BYTES, SUM_BYTES, DeviceCost
+from raymoe.plan.cost import ROUTING_BYTES, SUM_BYTES, StepCost
 from raymoe.plan.pages import LayerBytes, PageCut, cut_pages, layer_sizes
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork, StepLoad
@@ -347,8 +347,8 @@ class DeviceStep:
         work: ModelWork,
         cut: "PageCut | _BareCut",
         micro_batches: tuple[MicroBatchShape, ...],
-    ) -> DeviceCost:
-        return DeviceCost(
+    ) -> StepCost:
+        return StepCost(
             work,
             self.hardware,
             micro_batches=micro_batches,
@@ -507,14 +507,14 @@ class _Duplicate(NamedTuple):
     launches: tuple[int, ...]
 
     @classmethod
-    def of(cls, cost: DeviceCost) -> Self:
+    def of(cls, cost: StepCost) -> Self:
         num_launches = ceil_div(len(cost.micro_batches), cost.micro_batches_per_group)
         return cls(
             _first_of_each(list(map(id, cost.micro_batches))),  # equal micro-batches are one object
             _first_of_each(list(map(cost.launch_tokens, range(num_launches)))),
         )
 
-    def part(self, task: Task, cost: DeviceCost) -> int:
+    def part(self, task: Task, cost: StepCost) -> int:
         if task.op is Op.EXPERTS:
             num_groups = cost.num_groups(task)
             launch, group = divmod(task.part, num_groups)
@@ -529,7 +529,7 @@ def _first_of_each(values: Sequence[float]) -> tuple[int, ...]:
     return tuple(first[value] for value in values)
 
 
-def _durations(tasks: Sequence[Task], cost: DeviceCost) -> list[float]:
+def _durations(tasks: Sequence[Task], cost: StepCost) -> list[float]:
     duplicates = _Duplicate.of(cost)
     known: dict[Hashable, float] = {}
     durations = []

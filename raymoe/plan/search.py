@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.cost import HostCost, StepShape
-from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.cost import StepCost
 from raymoe.plan.device_search import DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
 from raymoe.plan.device_step import (
     KV_BLOCK_TOKENS,
@@ -58,7 +57,7 @@ class ResidentStep:
 
     def timeline(self, load: StepLoad) -> Timeline:
         micro_batches = load.micro_batches(1, cpu_attention_fraction=0.0)
-        return simulate(self._schedule, DeviceCost(self._work, self._hardware, micro_batches))
+        return simulate(self._schedule, StepCost(self._work, self._hardware, micro_batches))
 
     def seconds(self, load: StepLoad) -> float:
         return self.timeline(load).makespan_s if load.tokens else 0.0
@@ -147,8 +146,8 @@ class HostStep:
         return self._schedule
 
     def timeline(self, load: StepLoad) -> Timeline:
-        shape = StepShape.of(load)
-        return simulate(self._schedule, HostCost(self.work, self._hardware, shape))
+        micro_batches = load.micro_batches(1, 1.0, has_prompts_on_host=True)
+        return simulate(self._schedule, StepCost(self.work, self._hardware, micro_batches))
 
     def seconds(self, load: StepLoad) -> float:
         return self.timeline(load).makespan_s if load.tokens else 0.0

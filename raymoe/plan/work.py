@@ -189,10 +189,6 @@ class ModelWork:
         return tuple(dict.fromkeys(self.layers))
 
     @property
-    def head_parameters(self) -> int:
-        return self.head.parameters
-
-    @property
     def token_flop(self) -> int:
         """Operations of one token in all layers, without attention scores and head."""
         return sum(
@@ -316,7 +312,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShape:
-    """Tokens of a micro-batch, by the side that attends."""
+    """Tokens of a micro-batch, by the side that attends; all on the host where it has no device."""
 
     host: AttentionShape = field(default_factory=AttentionShape)
     device: AttentionShape = field(default_factory=AttentionShape)
@@ -343,14 +339,9 @@ class MicroBatchShape:
         )
 
     @classmethod
-    def prefill(cls, rows: float, prompt: float) -> Self:
-        """The whole prompt of `rows` sequences, attended to on the device."""
-        device = AttentionShape(
-            rows=rows * prompt,
-            prompt_pairs=rows * prompt * (prompt + 1) / 2,
-            context_tokens=rows * prompt,
-        )
-        return cls(device=device, logit_rows=rows)
+    def prefill(cls, rows: float, prompt: float, *, is_on_host: bool = False) -> "MicroBatchShape":
+        """The whole prompt of `rows` sequences, attended to on the device or the host."""
+        return _prompts(rows * prompt, prompt, 1.0, is_on_host=is_on_host)
 
     @property
     def tokens(self) -> float:

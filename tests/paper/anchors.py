@@ -2,13 +2,13 @@
 
 The published rates are end to end: all generated tokens over the time of prefill and decode. The
 simulated ones are of one decode step, at half of the generated tokens, with kernels at the rates of
-`device_cost`. So the rates are above the published ones, and it is their ratio that is compared.
+`cost`. So the rates are above the published ones, and it is their ratio that is compared.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raymoe.plan.device_cost import DeviceCost
+from raymoe.plan.cost import StepCost
 from raymoe.plan.pages import cut_pages, layer_sizes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.builders import build_cgopipe, build_flexgen_s4
@@ -95,7 +95,7 @@ def _simulate(
         has_cpu_attention=on_cpu,
         has_device_attention=not on_cpu,
     )
-    cost = DeviceCost(
+    cost = StepCost(
         ModelWork.of(model, BYTES_PER_ELEMENT),
         node,
         micro_batches=(micro_batch,) * NUM_MICRO_BATCHES,

@@ -51,7 +51,7 @@ class RunRecorder:
         self.num_steps += 1
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
-            context = shape.context_tokens / shape.tokens
+            context = shape.host.context_tokens / shape.tokens
             load = StepLoad(decode_rows=shape.tokens, decode_context=context)
             self.steady = SteadyStep(load, timeline)
         return timeline

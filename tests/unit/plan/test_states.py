@@ -6,7 +6,7 @@ import pytest
 
 from raymoe.kernels.gpu_state import scan
 from raymoe.plan.bound import device_bound
-from raymoe.plan.device_cost import DEVICE_STATE_EFFICIENCY, DEVICE_STATE_FLOP_SHARE, DeviceCost
+from raymoe.plan.cost import DEVICE_STATE_EFFICIENCY, DEVICE_STATE_FLOP_SHARE, StepCost
 from raymoe.plan.device_step import (
     SCAN_BYTES,
     DeviceStep,
@@ -25,7 +25,7 @@ from raymoe.specs.presets_models import model_preset
 from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
-from tests.unit.plan.test_device_cost import device_curves
+from tests.unit.plan.test_cost import device_curves
 
 MODEL = model_preset("qwen3.5-35b-a3b")
 IN_4_BITS = replace(MODEL, quantization=quantization_of("int4"), dtype="bfloat16")
@@ -47,16 +47,16 @@ def steps(*, states_on_device: bool, **fields: int) -> StreamedSteps:
     return StreamedSteps.of(MODEL, "micro_batches", replace(POLICY, device=device), 2)
 
 
-def cost(node=NODE, *, has_states: bool = True) -> DeviceCost:
+def cost(node=NODE, *, has_states: bool = True) -> StepCost:
     shape = MicroBatchShape.decode(ROWS, 600, cpu_attention_fraction=0.5)
-    return DeviceCost(WORK, node, (shape,), has_states=has_states)
+    return StepCost(WORK, node, (shape,), has_states=has_states)
 
 
-def seconds(of: DeviceCost, op: Op, resource: Resource) -> float:
+def seconds(of: StepCost, op: Op, resource: Resource) -> float:
     task = Task(op=op, layer=STATE, part=0, resource=resource)
     overhead = Task(op=Op.SYNC, layer=STATE, part=0, resource=resource)
     assert of.duration_s(overhead) == 0
-    return of.duration_s(task) - of.rates.gpu_task_s
+    return of.kernel_s(task)
 
 
 def test_the_preset_has_states_and_kv_where_the_tests_expect_them() -> None:
@@ -78,7 +78,7 @@ def test_a_gpu_updates_states_of_all_rows_at_its_memory_s_rate(op: Op) -> None:
 
 def test_prompts_cost_operations_not_bytes() -> None:
     (shape,) = StepLoad(prompt_tokens=4096, prompt_chunk=512).micro_batches(1, 0.0)
-    of = DeviceCost(WORK, NODE, (shape,), has_states=True)
+    of = StepCost(WORK, NODE, (shape,), has_states=True)
     flop = 4096 * WORK.layers[STATE].state_flop
     expected = flop / (DEVICE_STATE_FLOP_SHARE * NODE.gpu_flop_per_s)
     assert seconds(of, Op.GATTN, Resource.GPU) == pytest.approx(expected)
