@@ -22,14 +22,14 @@ from raymoe.measure.host import step_inputs
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import cache_layouts
 from raymoe.plan.cost import StepCost
-from raymoe.plan.device_step import StreamedSteps
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.placement import Placement, layer_sizes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.runtime.executor import finish
 from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.timeline import Instant, Timeline, bound_by, compare, gap, simulate
 from raymoe.specs.files import write_file
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
@@ -175,7 +175,7 @@ class _Run:
             store=WeightStore.open(self._spec, self._directory),
             dtype=torch.float32,
             kv_layouts=cache_layouts(self._spec, torch.float32),
-            steps=StreamedSteps.of(self._spec, self._name, policy, 4),
+            placement=Placement.of(self._spec, self._name, policy, 4),
         )
 
     def _page_bytes(self) -> int:
@@ -185,21 +185,20 @@ class _Run:
 
     @staticmethod
     def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
-        return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
+        return sum(size.total for size in layer_sizes(spec, bytes_per_element))
 
     def _cost(self, schedule: Schedule, model: LoadedModel) -> StepCost:
         scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
         rows = self._step.num_rows // self._num_micro_batches
         micro_batch = MicroBatchShape.decode(
-            rows, self._step.context, model.steps.cpu_attention_fraction
+            rows, self._step.context, model.placement.cpu_attention_fraction
         )
         return StepCost.of_schedule(
             schedule,
             ModelWork.of(self._paced, BYTES_PER_ELEMENT),
             self._hardware,
             micro_batches=(micro_batch,) * self._num_micro_batches,
-            page_bytes=_scaled(model.steps.cut, scale),
-            group_shares=model.steps.cut.group_shares,
+            layers=tuple(_scaled(layer, scale) for layer in model.placement.layers),
         )
 
 
@@ -213,8 +212,8 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(round(scale * size) for size in pages) for pages in cut.page_bytes)
+def _scaled(layer: LayerPlacement, scale: float) -> LayerPlacement:
+    return replace(layer, page_bytes=tuple(round(scale * size) for size in layer.page_bytes))
 
 
 def share(text: object) -> float:

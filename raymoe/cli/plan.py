@@ -18,10 +18,10 @@ from raymoe.cli import model_by_name, size
 from raymoe.cli.checks import check_money, check_number
 from raymoe.config import DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import roofline_picture, throughput_picture
+from raymoe.plan.placement import Placement
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
-from raymoe.plan.policy import DevicePolicy, Footprint
+from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Footprint
 from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
     MAX_NODES,
@@ -112,29 +112,28 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
         f"{policy.max_prefill_chunk_tokens:,} of a prompt at most",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
-    if isinstance(plan.steps, DeviceStep):
-        yield from _device_rows(plan.steps.steps)
+    if plan.steps.placement.streams:
+        yield from _device_rows(plan.steps.placement)
 
 
-def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
-    device, share = steps.device, 100 * steps.cpu_attention_fraction
-    yield "micro-batches of a step", str(steps.num_micro_batches)
-    if steps.schedule == "micro_batches":  # the others fix these themselves
+def _device_rows(placement: Placement) -> Iterator[Row]:
+    device, share = placement.device, 100 * placement.cpu_attention_fraction
+    yield "micro-batches of a step", str(placement.num_micro_batches)
+    if placement.schedule == "micro_batches":  # the others fix these themselves
         yield "micro-batches that attend ahead", str(device.look_ahead)
         yield "experts run", _group(device)
-    if any(size.has_states for size in steps.cut.sizes):
+    if any(size.has_states for size in placement.sizes):
         yield "states", "on the GPU" if device.states_on_device else "in host memory"
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
     if device.cpu_experts_fraction:
         on_cores = f"{100 * device.cpu_experts_fraction:.3g} % of those that stream"
         yield "experts on the CPU", f"in each step none, {on_cores}, or all, whichever is fastest"
-    cut = steps.cut
-    rest = f"the rest in pages of {format_bytes(cut.page_length)}"
-    kept = f"{format_bytes(cut.resident_bytes)} resident"
-    yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
-    if cut.ring_slots and cut.streamed_bytes:
+    rest = f"the rest in pages of {format_bytes(placement.page_length)}"
+    kept = f"{format_bytes(placement.resident_bytes)} resident"
+    yield "weights", f"{kept}, {rest if placement.streamed_bytes else 'which is all of them'}"
+    if placement.ring_slots and placement.streamed_bytes:
         groups = f"{device.expert_groups} groups of experts a layer"
-        yield "weight slots", f"a ring of {cut.ring_slots} of {groups}"
+        yield "weight slots", f"a ring of {placement.ring_slots} of {groups}"
 
 
 def _group(device: DevicePolicy) -> str:
@@ -768,8 +767,8 @@ def _what_if_table(plan: Plan, plan_on: JobPlanner) -> Table:
 def _pictures(plan: Plan, plan_on: JobPlanner) -> dict[str, str]:
     with _planning_others():
         pictures = {"throughput.svg": throughput_picture(plan, plan_on.model, plan_on)}
-    if isinstance(plan.steps, DeviceStep):
-        pictures["roofline.svg"] = roofline_picture(plan, plan.steps)
+    if plan.steps.placement.streams:
+        pictures["roofline.svg"] = roofline_picture(plan)
     return pictures
 
 

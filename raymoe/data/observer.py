@@ -41,8 +41,8 @@ from raymoe.data.status import (
 )
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.periodic import Periodic
+from raymoe.plan.operations import operations_of
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
-from raymoe.plan.search import operations_of
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.timeline import Timeline, middle_layers
 

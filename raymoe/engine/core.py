@@ -27,9 +27,8 @@ from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.prefixes import PrefixSalt, no_salt
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.bindings import ChosenRows, StepInputs, StepRun, TokenChoice
 from raymoe.schedule.timeline import Timeline

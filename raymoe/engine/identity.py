@@ -31,7 +31,7 @@ from raymoe.engine.tokenizer import TOKENIZER_FILES
 from raymoe.errors import CheckpointError, ConfigError, PerformanceWarning
 from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE, resolve_model
 from raymoe.memory.shared_file import SharedFile
-from raymoe.plan.device_step import StreamedSteps
+from raymoe.plan.placement import Placement
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.specs.files import (
     CONFIG_FILE,
@@ -388,8 +388,8 @@ class Choice:
     policy: Policy
 
     @classmethod
-    def of(cls, steps: StreamedSteps) -> "Choice":
-        return cls(schedule=steps.schedule, policy=steps.policy)
+    def of(cls, placement: Placement) -> "Choice":
+        return cls(schedule=placement.schedule, policy=placement.policy)
 
     def suits(self, config: EngineConfig) -> bool:
         return config.policy in {None, self.policy} and config.schedule in {"auto", self.schedule}

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,16 +40,11 @@ from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.feed_forward import HostExperts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
 from raymoe.plan.cost import StepCost
-from raymoe.plan.device_step import (
-    DeviceStep,
-    StreamedSteps,
-    device_footprint,
-    resident_footprint,
-    workspace_bytes,
-)
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.footprint import device_footprint, workspace_bytes
+from raymoe.plan.placement import Placement
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
 from raymoe.runtime.bindings import DeviceMemory
 from raymoe.runtime.micro_batches import CutStep, Division, MicroBatch
@@ -62,6 +57,7 @@ from raymoe.runtime.runner import (
 )
 from raymoe.schedule.builders import RING_SCHEDULES, build_in_place
 from raymoe.schedule.graph import Schedule
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.config import HeadKind
@@ -72,7 +68,6 @@ from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
 
 NewArena = Callable[[int], HostArena]
-EVERYTHING = 1 << 62  # bytes: more than any model
 # Of `DEVICE_RUNTIME_BYTES`, which a plan counts: what compiling kernels takes besides a workspace.
 COMPILE_BYTES = 256 * MIB
 STAGING_SLOTS = 4  # pages of the ring where weights cannot be pinned
@@ -96,7 +91,7 @@ class LoadedModel:
     store: Weights
     dtype: torch.dtype
     kv_layouts: tuple[CacheLayout, ...]
-    steps: StreamedSteps
+    placement: Placement
     tiles: TileTable | None = None
     workspace_bytes: int = 0
     reduce: Reduce = keep
@@ -115,7 +110,7 @@ class LoadedModel:
             return self.new_arena(num_bytes)
         # A driver pins only what could be written.
         is_writable = device.torch_device.type == "cuda"
-        note = Choice.of(self.steps).note()
+        note = Choice.of(self.placement).note()
         return SharedArena(num_bytes, self.shared, note, is_writable=is_writable)
 
 
@@ -131,12 +126,13 @@ def load_on_device(
         CapacityError: The device's memory does not hold what the policy asks for.
         ConfigError: The schedule cannot run with this policy.
     """
-    steps = model.steps
+    steps = model.placement
     with device.memory_near():
-        weights = _load_pages(model, steps.cut, device)
+        weights = _load_pages(model, device)
     if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
-        steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
-    memory = _load_memory(replace(model, steps=steps), weights, device)
+        staged = replace(steps.device, staging_slots=STAGING_SLOTS)
+        steps = replace(steps, policy=replace(steps.policy, device=staged))
+    memory = _load_memory(replace(model, placement=steps), weights, device)
     device.synchronize()
     device.prepare(
         model.workspace_bytes,
@@ -180,7 +176,7 @@ def _is_pinned(memory: Tensor, device: Device) -> bool:
 
 
 def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> DeviceMemory:
-    spec, dtype, steps = model.spec, model.dtype, model.steps
+    spec, dtype, steps = model.spec, model.dtype, model.placement
     kept = _load_kept(model, device)
     sizes = ActivationSizes(
         max_num_batched_tokens=steps.policy.max_num_batched_tokens,
@@ -207,7 +203,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         top_k=tuple(
             layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
-        expert_groups=steps.cut.expert_groups,
+        expert_groups=tuple(layer.groups for layer in steps.layers),
         host_experts=_host_experts(model, weights) if steps.has_host_experts else (),
         decoders=(
             _decoder(model, weights, kept, first_slot=0, device=device),
@@ -226,7 +222,7 @@ def _load_memory(model: LoadedModel, weights: WeightPages, device: Device) -> De
         ),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
         staging=[
-            device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
+            device.allocate_pinned(steps.page_length) for _ in range(steps.device.staging_slots)
         ],
         is_cache_pinned=reason is None,
     )
@@ -263,16 +259,16 @@ class SplitChoice:
     Steps of about the same size get the same answer.
     """
 
-    def __init__(self, steps: DeviceStep) -> None:
+    def __init__(self, steps: StepModel) -> None:
         self._steps = steps
         self._found: dict[StepLoad, int] = {}
 
     @classmethod
-    def of(cls, model: LoadedModel, steps: StreamedSteps) -> Callable[[CutStep], int]:
+    def of(cls, model: LoadedModel, steps: Placement) -> Callable[[CutStep], int]:
         if len(steps.splits) == 1 or model.hardware is None or not model.hardware.has_gpu:
             planned = len(steps.splits) > 1  # nothing to choose by: the share that was asked for
             return lambda _cut: int(planned)
-        return cls(DeviceStep(model.work, model.hardware, steps))
+        return cls(StepModel(model.work, model.hardware, steps))
 
     def __call__(self, cut: CutStep) -> int:
         shapes = [micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches]
@@ -305,11 +301,10 @@ def load_resident(
     model: LoadedModel, device: Device, before_step: BeforeStep | None = None
 ) -> tuple[ResidentStepRunner, Callable[[], None]]:
     """Put all weights, the KV cache and states on the device; otherwise as `load_on_device`."""
-    cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=EVERYTHING)
-    weights = _load_pages(model, cut, device)
+    weights = _load_pages(model, device)
     kept = _load_kept(model, device)
     kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
-    layouts, policy = model.kv_layouts, model.steps.policy
+    layouts, policy = model.kv_layouts, model.placement.policy
     cache = device_cache(
         layouts,
         policy.num_kv_blocks,
@@ -318,7 +313,7 @@ def load_resident(
     )
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     device.synchronize()
-    max_tokens = model.steps.policy.max_num_batched_tokens
+    max_tokens = model.placement.policy.max_num_batched_tokens
     device.prepare(
         model.workspace_bytes, partial(_compile, model, decoder, max_tokens, device.torch_device)
     )
@@ -341,7 +336,7 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: torc
     def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:
         decoder.local_ffn(layer, hidden_TH, routing)
         ffn = model.spec.layers[layer].ffn
-        if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
+        if model.placement.ring_slots and isinstance(ffn, MoeSpec):
             rows_TL = decoder.to_latent(layer, hidden_TH) if ffn.latent_size else hidden_TH
             group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
             decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
@@ -350,35 +345,35 @@ def _compile(model: LoadedModel, decoder: Decoder, max_tokens: int, device: torc
     compile_attention(decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device)
 
 
-def _load_pages(model: LoadedModel, cut: PageCut, device: Device) -> WeightPages:
+def _load_pages(model: LoadedModel, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.store,
-        layer_paging(model.spec, cut),
+        layer_paging(model.spec, model.placement.layers),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
-        ring_slots=cut.ring_slots,
+        ring_slots=model.placement.ring_slots,
         release=model.store.drop_pages,
         make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
     )
 
 
-def layer_paging(spec: ModelSpec, cut: PageCut) -> list[LayerPaging]:
-    """What memory needs to know of a cut: pages and resident parts of each layer."""
+def layer_paging(spec: ModelSpec, layers: Sequence[LayerPlacement]) -> list[LayerPaging]:
+    """What memory needs to know of a placement: pages and resident parts of each layer."""
     return [
         LayerPaging(
-            page_bytes=cut.page_bytes[i],
-            resident_parts=_resident_parts(cut, i, layer),
-            group_pages=cut.layers[i].group_pages,
+            page_bytes=placed.page_bytes,
+            resident_parts=_resident_parts(placed, layer),
+            group_pages=placed.group_pages,
         )
-        for i, layer in enumerate(spec.layers)
+        for placed, layer in zip(layers, spec.layers, strict=True)
     ]
 
 
-def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
+def _resident_parts(placed: LayerPlacement, layer: LayerSpec) -> frozenset[str]:
     is_dense = isinstance(layer.ffn, DenseSpec)
-    parts = {"common" if is_dense else f"expert {n}" for n in range(cut.resident_experts[i])}
-    if cut.is_common_resident[i]:
+    parts = {"common" if is_dense else f"expert {n}" for n in range(placed.resident_experts)}
+    if placed.is_common_resident:
         parts |= {"attention"} if is_dense else {"attention", "common"}
     return frozenset(parts)
 
@@ -549,7 +544,7 @@ class EmulatedTiming:
         device: EmulatedDevice,
         work: ModelWork,
         hardware: HardwareSpec,
-        cuts: tuple[PageCut, ...],
+        cuts: tuple[tuple[LayerPlacement, ...], ...],
     ) -> None:
         """Price steps of a model.
 
@@ -563,7 +558,6 @@ class EmulatedTiming:
 
     def __call__(self, cut: CutStep, schedule: Schedule, form: int) -> None:
         """Take the costs of this step from here on."""
-        pages = self._cuts[form] if self._cuts else None
         self._device.cost = StepCost.of_schedule(
             schedule,
             self._work,
@@ -571,9 +565,7 @@ class EmulatedTiming:
             micro_batches=tuple(
                 micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches
             ),
-            page_bytes=pages.page_bytes if pages else (),
-            group_shares=pages.group_shares if pages else (),
-            host_shares=pages.host_shares if pages else (),
+            layers=self._cuts[form] if self._cuts else (),
         )
 
 
@@ -634,7 +626,7 @@ def load_runner(
         store=share.weights,
         dtype=job.dtype,
         kv_layouts=cache_layouts(share.spec, job.kv_dtype, job.dtype),
-        steps=StreamedSteps.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
+        placement=Placement.of(share.spec, job.schedule, job.policy, job.dtype.itemsize),
         reduce=reduce,
         shared=shared,
         new_arena=job.new_arena,
@@ -653,16 +645,15 @@ def _load_emulated(job: LoadJob, model: LoadedModel) -> Loaded:
     device = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
     emulated_timing = None
     if job.config.hardware not in {None, "auto"}:
-        cuts = () if _is_resident(model) else tuple(split.cut for split in model.steps.splits)
+        cuts = (
+            () if _is_resident(model) else tuple(split.layers for split in model.placement.splits)
+        )
         emulated_timing = EmulatedTiming(device, model.work, job.hardware, cuts)
     return _load_or_close(model, device, emulated_timing)
 
 
 def _workspace_bytes(model: LoadedModel) -> int:
-    work, steps = model.work, model.steps
-    if _is_resident(model):
-        return workspace_bytes(resident_footprint(model.spec, work, steps.policy))
-    return workspace_bytes(device_footprint(model.spec, work, steps))
+    return workspace_bytes(device_footprint(model.spec, model.work, model.placement))
 
 
 def _kept_tiles(settings: Settings) -> TileTable | None:
@@ -672,7 +663,7 @@ def _kept_tiles(settings: Settings) -> TileTable | None:
 
 
 def _is_resident(model: LoadedModel) -> bool:
-    return model.steps.schedule == "resident"
+    return model.placement.is_resident
 
 
 def _load_or_close(model: LoadedModel, device: Device, before_step: BeforeStep | None) -> Loaded:

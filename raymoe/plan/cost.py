@@ -24,6 +24,7 @@ from typing import Self
 from raymoe.errors import ConfigError
 from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import ceil_div
 
@@ -300,29 +301,23 @@ class StepCost:
     """Cost model of one step on a node.
 
     Attributes:
-        page_bytes: Bytes of each page of weights per layer (`PageCut.page_bytes`); empty without
-            streaming.
+        layers: What streams of each layer, and which experts cores compute; empty if nothing does.
+        streamed_bytes: Mean bytes of weights per layer that cross the link; None for those of
+            `layers`.
         micro_batches_per_group: Micro-batches that share one launch of the experts.
-        group_shares: Shares of the experts in each group per layer (`PageCut.group_shares`); empty
-            without groups.
-        host_shares: Shares of the experts that cores compute per layer (`PageCut.host_shares`);
-            empty if they compute none beside the device.
         is_staged: Whether pages go through a pinned staging ring.
-        has_states: Whether the device has the states of all rows.
     """
 
     work: ModelWork
     hardware: HardwareSpec
     micro_batches: tuple[MicroBatchShape, ...]
-    page_bytes: tuple[tuple[float, ...], ...] = ()
+    layers: tuple[LayerPlacement, ...] = ()
+    streamed_bytes: float | None = None
     micro_batches_per_group: int = 1
-    group_shares: tuple[tuple[float, ...], ...] = ()
-    host_shares: tuple[float, ...] = ()
     is_staged: bool = False
-    has_states: bool = False
 
     def __post_init__(self) -> None:
-        needs_gpu = self.page_bytes or any(each.device.rows for each in self.micro_batches)
+        needs_gpu = self.mean_bytes or any(each.device.rows for each in self.micro_batches)
         if needs_gpu and not self.hardware.has_gpu:
             raise ConfigError(f"StepCost: {self.hardware.name} has no GPU")
         if not self.micro_batches or self.micro_batches_per_group < 1:
@@ -340,24 +335,17 @@ class StepCost:
         hardware: HardwareSpec,
         *,
         micro_batches: tuple[MicroBatchShape, ...],
-        page_bytes: tuple[tuple[int, ...], ...],
-        group_shares: tuple[tuple[float, ...], ...] = (),
-        host_shares: tuple[float, ...] = (),
+        layers: tuple[LayerPlacement, ...],
     ) -> Self:
+        """The costs of a schedule's tasks with these layers."""
         groups = [len(task.writes) for task in schedule.tasks if task.op is Op.EXPERTS]
         return cls(
             work,
             hardware,
             micro_batches=micro_batches,
-            page_bytes=page_bytes,
+            layers=layers,
             micro_batches_per_group=max(groups, default=1),
-            group_shares=group_shares,
-            host_shares=host_shares,
             is_staged=any(task.op is Op.STAGE for task in schedule.tasks),
-            has_states=any(
-                task.op is Op.GATTN and work.layers[task.layer].state_bytes > 0
-                for task in schedule.tasks
-            ),
         )
 
     def duration_s(self, task: Task) -> float:
@@ -381,11 +369,25 @@ class StepCost:
 
     def num_groups(self, task: Task) -> int:
         """Groups of experts of a layer, one more where cores compute some."""
-        groups = self.group_shares[task.layer] if self.group_shares else ()
-        return max(1, len(groups) + (self.host_share(task.layer) > 0))
+        if not self.layers:
+            return 1
+        layer = self.layers[task.layer]
+        return max(1, len(layer.group_shares) + bool(layer.host_experts))
 
     def host_share(self, layer: int) -> float:
-        return self.host_shares[layer] if self.host_shares else 0.0
+        """The share of a layer's experts that cores compute beside the device."""
+        return self.layers[layer].host_share if self.layers else 0.0
+
+    @cached_property
+    def mean_bytes(self) -> float:
+        """Mean bytes of weights per layer that cross the link."""
+        if self.streamed_bytes is not None:
+            return self.streamed_bytes
+        return sum(sum(layer.page_bytes) for layer in self.layers) / max(1, len(self.layers))
+
+    @cached_property
+    def has_host_experts(self) -> bool:
+        return any(layer.host_experts for layer in self.layers)
 
     def launch_tokens(self, launch: int) -> float:
         start = launch * self.micro_batches_per_group
@@ -404,24 +406,24 @@ class StepCost:
             for (window, kv_token_bytes), number in layers.items()
             for host, count in micro_batches.items()
         )
-        if not self.has_states:
+        if not any(layer.states_on_device for layer in self.layers):
             decode_rows = sum(count * host.decode_rows for host, count in micro_batches.items())
             read_bytes += 2 * self.work.state_bytes * decode_rows
-        if self.host_shares:
+        if self.has_host_experts:
             num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)
             tokens = [self.launch_tokens(launch) for launch in range(num_launches)]
             read_bytes += sum(
-                share * layer.activated_experts(count) * layer.expert.num_bytes
-                for layer, share in zip(self.work.layers, self.host_shares, strict=True)
+                placed.host_share * layer.activated_experts(count) * layer.expert.num_bytes
+                for layer, placed in zip(self.work.layers, self.layers, strict=True)
                 for count in tokens
             )
         return Rates(
             self.hardware,
             is_16_bit=self.work.bytes_per_element == 2,
-            page_bytes=sum(map(sum, self.page_bytes)) / max(1, len(self.page_bytes)),
+            page_bytes=self.mean_bytes,
             read_bytes=read_bytes / num_layers,
             is_staged=self.is_staged,
-            has_host_experts=bool(self.host_shares),
+            has_host_experts=self.has_host_experts,
         )
 
     def pages_s(self, num_bytes: float, number: int) -> float:
@@ -535,7 +537,7 @@ def _experts_s(cost: StepCost, task: Task) -> float:
     if not tokens:
         return 0.0
     if num_groups > 1 or cost.host_share(task.layer):
-        shares = cost.group_shares[task.layer]
+        shares = cost.layers[task.layer].group_shares
         share = shares[group] if group < len(shares) else 0.0
         sums = tokens * layer.expert_input * SUM_BYTES
         seconds = rates.roof_s(task.resource, 0.0, 2 * sums)
@@ -571,11 +573,11 @@ def _head_s(cost: StepCost, task: Task) -> float:
 
 
 def _page_s(cost: StepCost, task: Task) -> float:
-    return cost.rates.copy_s(task.resource, cost.page_bytes[task.layer][task.part])
+    return cost.rates.copy_s(task.resource, cost.layers[task.layer].page_bytes[task.part])
 
 
 def _stage_s(cost: StepCost, task: Task) -> float:
-    return cost.page_bytes[task.layer][task.part] / cost.hardware.host_copy_bytes_per_s
+    return cost.layers[task.layer].page_bytes[task.part] / cost.hardware.host_copy_bytes_per_s
 
 
 _SECONDS: Mapping[Op, Callable[[StepCost, Task], float]] = {

@@ -410,8 +410,8 @@ class StepLoad:
         return tuple(shapes[deal] for deal in deals)  # equal micro-batches are one object
 
 
-class Steps(NamedTuple):
-    """A load and the number of steps with it; the number may be a fraction."""
+class Repeated(NamedTuple):
+    """A load and the number of steps with it, which may be a fraction."""
 
     load: StepLoad
     number: float
@@ -422,7 +422,7 @@ class Steps(NamedTuple):
 CELLS = 3
 
 
-def duplicates(steps: Sequence[Steps]) -> list[Steps]:
+def duplicates(steps: Sequence[Repeated]) -> list[Repeated]:
     """Merge steps with similar loads into one mean load each."""
     maximum = StepLoad(
         decode_rows=max(load.decode_rows for load, _ in steps),
@@ -463,7 +463,7 @@ class _Sum:
         seen = load.prompt_spread * load.prompt_chunk
         self.prompt_pairs += count * load.prompt_tokens * seen
 
-    def mean(self) -> Steps:
+    def mean(self) -> Repeated:
         chunk = self.prompt_tokens / self.chunks if self.chunks else 1.0
         load = StepLoad(
             decode_rows=self.rows / self.count,
@@ -472,7 +472,7 @@ class _Sum:
             prompt_chunk=chunk,
             prompt_spread=self.prompt_pairs / self.prompt_tokens / chunk if self.chunks else 1.0,
         )
-        return Steps(load, self.count)
+        return Repeated(load, self.count)
 
 
 def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[float]:

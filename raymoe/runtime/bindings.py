@@ -23,7 +23,8 @@ from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings
 from raymoe.runtime.micro_batches import CutStep, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
-from raymoe.schedule.program import LayerPages, StepForm
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import Timeline
 
 LOGIT_CHUNK_ROWS = 256
@@ -497,7 +498,7 @@ class _Bound:
             chosen = sum_TL.to(hidden_TH.dtype)
         decoder.ffn(layer, hidden_TH, normed_TH, chosen, latent_TL=latent_TL)
 
-    def _experts_of(self, layer: int, group: int, pages: LayerPages) -> range:
+    def _experts_of(self, layer: int, group: int, pages: LayerPlacement) -> range:
         """Experts of a group that the device computes."""
         groups, on_host = self._memory.expert_groups[layer], pages.host_experts
         if not pages.group_pages:

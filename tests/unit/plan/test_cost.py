@@ -7,14 +7,15 @@ import pytest
 
 from raymoe.errors import ConfigError
 from raymoe.plan.cost import OVERHEAD_S, StepCost
-from raymoe.plan.pages import layer_pages
 from raymoe.plan.work import Matrices, MicroBatchShape, ModelWork, StepLoad
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_resident
 from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
+from tests.unit.plan.device_jobs import placed_model
 
 MIXTRAL = model_preset("mixtral-8x7b")
 WORK = ModelWork.of(MIXTRAL, 2)
@@ -44,9 +45,14 @@ def cost_of(
         WORK,
         node,
         micro_batches=micro_batches,
-        page_bytes=(pages,) * 32 if pages else (),
+        layers=(of_pages(*pages),) * 32 if pages else (),
         micro_batches_per_group=group,
     )
+
+
+def of_pages(*pages: int) -> LayerPlacement:
+    every = tuple(range(len(pages)))
+    return LayerPlacement(page_bytes=pages, attention_pages=every, expert_pages=every)
 
 
 def lane_of(op: Op) -> Resource:
@@ -91,9 +97,12 @@ def test_experts_take_their_published_time(rows: int, seconds: float) -> None:
 
 def test_streaming_mixtral_over_the_link_of_an_a40_takes_its_published_time() -> None:
     """MoE-Lens, section 8.1: 94 GB at 19.5 GB/s; embedding and head, 0.5 GB, do not stream."""
-    cut = layer_pages(MIXTRAL, 2)
+    cut = placed_model(MIXTRAL, 2)
     cost = StepCost(
-        WORK, hardware_preset("a40"), (MicroBatchShape.decode(1, 1),), page_bytes=cut.page_bytes
+        WORK,
+        hardware_preset("a40"),
+        (MicroBatchShape.decode(1, 1),),
+        layers=cut.layers,
     )
     pages = [
         Task(op=Op.W, layer=i, part=p, resource=Resource.HTOD)
@@ -170,11 +179,14 @@ def test_the_link_leaves_the_cpu_the_rest_of_the_bandwidth() -> None:
 
 def test_weights_take_six_seconds_instead_of_five_beside_a_large_cache() -> None:
     """MoE-Lens, section 13: Mixtral on an A40 host whose CPU reads 210 GB of KV in a step."""
-    cut, rows = layer_pages(MIXTRAL, 2), 210e9 / (32 * KV_ROW * 400)
+    cut, rows = placed_model(MIXTRAL, 2), 210e9 / (32 * KV_ROW * 400)
     free, busy = (
-        StepCost(WORK, hardware_preset("a40"), (micro_batch,), page_bytes=cut.page_bytes).pages_s(
-            cut.streamed_bytes, cut.num_pages
-        )
+        StepCost(
+            WORK,
+            hardware_preset("a40"),
+            (micro_batch,),
+            layers=cut.layers,
+        ).pages_s(cut.streamed_bytes, cut.num_pages)
         for micro_batch in (
             MicroBatchShape.decode(rows, 400, 0.0),
             MicroBatchShape.decode(rows, 400),
@@ -324,7 +336,7 @@ def test_a_device_wide_wait_takes_no_time() -> None:
 @pytest.mark.parametrize("name", STREAMING_BUILDERS)
 def test_every_task_of_every_schedule_has_a_duration(name: str) -> None:
     on_device = name == "flexgen_s4"
-    cut = layer_pages(MIXTRAL, 2, resident_bytes=3_000_000_000)
+    cut = placed_model(MIXTRAL, 2, resident_bytes=3_000_000_000)
     form = StepForm(
         layers=cut.layers,
         num_micro_batches=2,
@@ -335,7 +347,13 @@ def test_every_task_of_every_schedule_has_a_duration(name: str) -> None:
     micro_batches = (
         MicroBatchShape.decode(8, 100, cpu_attention_fraction=float(not on_device)),
     ) * 2
-    cost = StepCost(WORK, NODE, micro_batches, page_bytes=cut.page_bytes, is_staged=True)
+    cost = StepCost(
+        WORK,
+        NODE,
+        micro_batches,
+        layers=cut.layers,
+        is_staged=True,
+    )
     timeline = simulate(STREAMING_BUILDERS[name](form), cost)
     assert all(0 <= span.duration_s < 1 for span in timeline.spans)
     assert math.isfinite(timeline.makespan_s)
@@ -386,7 +404,18 @@ def on_cores(rows: int, share: float, pages: tuple[int, ...] = (), **node: objec
         node=dataclasses.replace(NODE, **node),
         pages=pages,
     )
-    return dataclasses.replace(cost, group_shares=((1 - share,),) * 32, host_shares=(share,) * 32)
+    return dataclasses.replace(cost, layers=(partly(share, *pages),) * 32)
+
+
+def partly(share: float, *pages: int) -> LayerPlacement:
+    """A layer of which cores compute a share of the experts."""
+    first = round(100 * (1 - share))
+    return dataclasses.replace(
+        of_pages(*pages),
+        num_experts=100,
+        host_experts=range(first, 100),
+        group_bounds=(0, first) if first else (),
+    )
 
 
 def test_cores_read_the_experts_that_are_chosen_of_theirs() -> None:
@@ -423,7 +452,7 @@ def test_the_last_task_of_a_launch_adds_what_the_cores_computed() -> None:
     sums = 2 * 1000 * 4096 * 4 / 200e9
     assert addition == pytest.approx(sums)
     assert experts == pytest.approx(whole / 2 + sums)
-    everything = dataclasses.replace(cost, group_shares=((),) * 32, host_shares=(1.0,) * 32)
+    everything = dataclasses.replace(cost, layers=(partly(1.0),) * 32)
     assert work_s(everything, Op.EXPERTS) == pytest.approx(sums)
 
 

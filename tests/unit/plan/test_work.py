@@ -5,13 +5,14 @@ import torch
 
 from raymoe.model.decoder import cache_layouts
 from raymoe.plan.cost import StepCost
-from raymoe.plan.pages import LayerBytes, layer_pages
+from raymoe.plan.placement import LayerBytes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.layers import LatentAttentionSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from tests.unit.plan.device_jobs import placed_model
 
 V3 = model_preset("deepseek-v3")
 DELTA = model_preset("qwen3.5-35b-a3b")
@@ -23,7 +24,7 @@ def test_layers_and_what_is_outside_of_them_make_the_model(name: str) -> None:
     layers = sum(LayerBytes.of(model, i, 2).total for i in range(model.num_layers))
     outer = model.bytes_of(model.outer_weights().items(), 2)
     assert layers + outer == model.weight_bytes(2)
-    assert layer_pages(model, 2).streamed_bytes == layers
+    assert placed_model(model, 2).streamed_bytes == layers
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
