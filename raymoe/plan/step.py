@@ -112,8 +112,14 @@ class StepModel:
         duplicates = _Duplicate.of(cost)
         of_micro_batches = Counter(duplicates.micro_batches)
         of_launches = Counter(duplicates.launches)
+        known: dict[tuple[Op, int], float] = {}
         for tasks in _by_part(self.placement.schedule, form):
             op, resource = tasks[0].op, tasks[0].resource
+            is_once = op in ONCE
+            key = (op, 0 if is_once else self._bare_kinds[tasks[0].layer])
+            if key in known:
+                busy_s[resource] += known[key]
+                continue
             parts = (
                 {0: 1}
                 if op in OF_NO_MICRO_BATCH
@@ -127,7 +133,8 @@ class StepModel:
                 for part, number in parts.items()
                 for group in range(groups)
             )
-            busy_s[resource] += seconds if op in ONCE else often * seconds
+            known[key] = seconds if is_once else often * seconds
+            busy_s[resource] += known[key]
         placement = self.placement
         if placement.num_pages:
             busy_s[Resource.HTOD] += cost.pages_s(placement.streamed_bytes, placement.num_pages)
@@ -137,6 +144,12 @@ class StepModel:
     def _bare_layers(self) -> tuple[LayerPlacement, ...]:
         """The last layers without pages, all groups of the device in one."""
         return _without_pages(self.placement.layers[-len(self._excerpt.layers) :])
+
+    @cached_property
+    def _bare_kinds(self) -> tuple[int, ...]:
+        """For each of these layers, the index of the first that takes as long."""
+        kinds = list(zip(self._excerpt.layers, self._bare_layers, strict=True))
+        return tuple(map(kinds.index, kinds))
 
     @cached_property
     def _mean_bytes(self) -> float:
