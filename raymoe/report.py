@@ -399,7 +399,8 @@ def _notes(view: JobView, *, has_samples: bool) -> Iterator[str]:
         yield paragraph(" ".join(said))
     if view.former.num_runs:
         latest = f"the latest took {format_seconds(view.run_s)}"
-        unknown = "" if view.former.elapsed_s is not None else "; how long others took is not known"
+        is_known = view.former.elapsed_s is not None
+        unknown = "" if is_known else "; how long earlier ones took is not known"
         yield paragraph(f"Rows, tokens, time and cost are of all runs; {latest}{unknown}.")
 
 
@@ -487,7 +488,7 @@ def pictures(view: JobView) -> str:
     title = "Over time" + (", in the latest run" if view.former.num_runs else "")
     actors = [actor for actor in view.actors if len(actor.status.history) > 1]
     if not actors:
-        return section(title, paragraph("No actor ran long enough to be seen twice."))
+        return section(title, paragraph("No actor ran long enough for a curve."))
     start_s = min(actor.status.started_unix_s for actor in actors)
     charts = (throughput(actors, start_s), *fills(actors, start_s))
     return section(title, *map(picture, charts))

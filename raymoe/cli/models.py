@@ -69,7 +69,7 @@ def run(
     if Path(model).is_dir():
         checked = _check_weights(spec, Path(model))
     else:
-        checked = "its weights were not looked at"
+        checked = "its weights were not checked"
     console.print(f"It runs; {checked}.", style="bold")
 
 
@@ -141,7 +141,7 @@ KV_BYTES = 2  # bfloat16
 
 def families_table() -> Table:
     """What runs: blocks and formats of each family, and what its tokens were compared with."""
-    caption = f"each in every weight format, on CPU and GPU; tokens compared with {TESTED_WITH}"
+    caption = f"each runs in every weight format, on CPU and GPU; compared with {TESTED_WITH}"
     table = Table(title="families", caption=caption)
     for column in ("model_type", "attention", "experts", "by name"):
         table.add_column(column)
@@ -171,7 +171,9 @@ def _attention_of_family(family: Family) -> str:
 
 def formats_table() -> Table:
     """Every way of storing weights that is known."""
-    caption = "with every family, on CPU and GPU; activations stay in the type of the computation"
+    caption = (
+        "each runs with every family, on CPU and GPU; only weights are quantised, not activations"
+    )
     table = Table(title="weight formats", caption=caption)
     table.add_column("quant_method")
     table.add_column("weights")
@@ -199,7 +201,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     yield "family", f"{spec.model_type} ({FAMILIES[spec.model_type].architecture})"
     yield (
         "parameters",
-        f"{_billions(spec.num_parameters)}, {_billions(spec.num_active_parameters)} of a token",
+        f"{_billions(spec.num_parameters)}, {_billions(spec.num_active_parameters)} active",
     )
     yield (
         "size",
@@ -216,7 +218,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     if spec.has_states:
         yield "states of a sequence", format_bytes(spec.state_bytes(KV_BYTES))
     for difference in differences_of(spec):
-        yield "differs on purpose", difference
+        yield "differs from transformers", difference
 
 
 def _attention(attention: AnyAttentionSpec) -> str:
@@ -230,7 +232,8 @@ def _attention(attention: AnyAttentionSpec) -> str:
             f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "
             f"{attention.rope_head_dim}"
         )
-    notes = [f"{attention.num_heads} heads, {attention.num_kv_heads} of KV, {attention.head_dim}"]
+    heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} KV heads"
+    notes = [f"{heads}, head dimension {attention.head_dim}"]
     if attention.sliding_window is not None:
         notes.append(f"window of {attention.sliding_window:,}")
     if attention.has_sinks:

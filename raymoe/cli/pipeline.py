@@ -242,8 +242,9 @@ def run_job(job: Job, console: Console) -> JobView:
         console.print(f"{stop}: {describe_kept(job, run_stats)}")
         raise
     if run_stats.num_cut:
-        console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers end at their limit "
-                      "of tokens; a larger --max-tokens lets them go on")  # fmt: skip
+        console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers were cut off at "
+            "their largest number of tokens; a larger --max-tokens lets them end by "
+            "themselves")  # fmt: skip
     return watch.view
 
 

@@ -104,12 +104,12 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
     yield "schedule", plan.schedule
     if plan.note:
         yield "device", plan.note
-    entry = ", which enter at a steady rate" if policy.steady_admission else ""
+    entry = ", admitted at a constant rate" if policy.steady_admission else ""
     yield "batch", f"{policy.max_num_seqs:,} sequences{entry}"
     yield (
         "step",
         f"{policy.max_num_batched_tokens:,} tokens, "
-        f"{policy.max_prefill_chunk_tokens:,} of a prompt at most",
+        f"at most {policy.max_prefill_chunk_tokens:,} of one prompt",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
     if plan.steps.placement.streams:
@@ -120,8 +120,8 @@ def _device_rows(placement: Placement) -> Iterator[Row]:
     device, share = placement.device, 100 * placement.cpu_attention_fraction
     yield "micro-batches of a step", str(placement.num_micro_batches)
     if placement.schedule == "micro_batches":  # the others fix these themselves
-        yield "micro-batches that attend ahead", str(device.look_ahead)
-        yield "experts run", _group(device)
+        yield "look-ahead of attention", f"{device.look_ahead} micro-batches"
+        yield "experts are computed", _group(device)
     if any(size.has_states for size in placement.sizes):
         yield "states", "on the GPU" if device.states_on_device else "in host memory"
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
@@ -202,7 +202,7 @@ def read_lengths(path: Path, num_rows: int | None) -> Workload:
     rows = _length_rows(path)
     lengths = [_lengths_of_row(path, index, row) for index, row in enumerate(rows)]
     if not lengths:
-        raise ConfigError(f"--lengths {path}: has no rows")
+        raise ConfigError(f"--lengths {path} has no rows")
     if len(lengths) > MAX_LENGTHS:
         planned = random.Random(0).sample(lengths, MAX_LENGTHS)
     else:
@@ -302,7 +302,7 @@ Hardware = Annotated[
     ),
 ]
 PromptLen = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Plan for prompts of so many tokens in the mean.")
+    int, typer.Option(min=1, metavar="N", help="Plan for prompts of this many tokens on average.")
 ]
 SharedLen = Annotated[
     int,
@@ -310,27 +310,27 @@ SharedLen = Annotated[
         "--shared-prompt-len",
         min=0,
         metavar="N",
-        help="Count so many tokens at the beginning of each prompt as shared with an earlier row, "
-        "so that they are computed once.",
+        help="Let each prompt begin with this many tokens that earlier rows have too, so that they "
+        "are computed only once.",
     ),
 ]
 GenLen = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Plan for answers of so many tokens in the mean.")
+    int, typer.Option(min=1, metavar="N", help="Plan for answers of this many tokens on average.")
 ]
 NumRows = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="N",
-        help=f"Plan for so many rows; {DEFAULT_WORKLOAD.num_rows:,} by default, or as many as "
-        "--lengths has.",
+        help=f"Plan for this many rows; by default {DEFAULT_WORKLOAD.num_rows:,}, or as many as "
+        "the file of --lengths has.",
     ),
 ]
 Lengths = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Take the lengths of rows from parquet or JSON lines with the columns "
+        help="Read the lengths of the rows from a file, parquet or JSON lines with the columns "
         f"{' and '.join(LENGTH_COLUMNS)}, instead of --prompt-len and --gen-len.",
     ),
 ]
@@ -344,8 +344,8 @@ Weights = Annotated[
 KvDtype = Annotated[
     str,
     typer.Option(
-        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is that of "
-        "--dtype.",
+        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is the "
+        "type of --dtype.",
         metavar="NAME",
     ),
 ]
@@ -359,28 +359,28 @@ StateDtype = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"Compute in this type, one of {', '.join(DTYPES)}, which weights have too that are "
-        "not quantised; auto is that of the model.",
+        help=f"Compute in this type, one of {', '.join(DTYPES)}; weights that are not quantised "
+        "are kept in it too. auto is the type of the model.",
         metavar="NAME",
     ),
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Divide the rows among so many equal nodes; 1 by default."),
+    typer.Option(metavar="N", help="Divide the rows among this many equal nodes; 1 by default."),
 ]
 Deadline = Annotated[
     float | None,
     typer.Option(
         metavar="HOURS",
-        help="Find the fewest nodes on which the job ends within so many hours.",
+        help="Find the smallest number of nodes on which the job ends within this many hours.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")]
 ScheduleName = Annotated[
     str,
     typer.Option(
-        help=f"Use this order of copies and kernels, one of {', '.join(SCHEDULES)}; auto takes the "
-        "fastest.",
+        help="Use this order of weight copies, KV copies and kernels in a step, one of "
+        f"{', '.join(SCHEDULES)}; auto takes the fastest.",
         metavar="NAME",
     ),
 ]
@@ -389,13 +389,13 @@ HostMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Use at most so much host memory, such as 192GiB; by default what the node has.",
+        help="Use at most this much host memory, such as 192GiB; by default what the node has.",
     ),
 ]
 DeviceMemory = Annotated[
     int | None,
     typer.Option(
-        parser=size, metavar="SIZE", help="Use at most so much memory of each GPU, such as 16GiB."
+        parser=size, metavar="SIZE", help="Use at most this much memory of each GPU, such as 16GiB."
     ),
 ]
 MaxContext = Annotated[
@@ -403,7 +403,7 @@ MaxContext = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Make room for rows of at most so many tokens, prompt and answer together; by "
+        help="Make room for rows of at most this many tokens, prompt and answer together; by "
         "default as many as the model allows.",
     ),
 ]
@@ -413,19 +413,19 @@ TensorParallel = Annotated[
         min=1,
         max=MAX_RANKS,
         metavar="N",
-        help="Divide every step among so many GPUs of the node; the plan is that of one of them.",
+        help="Divide every step among this many GPUs of the node; the plan shows the sizes of one.",
     ),
 ]
 Price = Annotated[
     float | None,
     typer.Option(
         metavar="PRICE",
-        help="Show what tokens and job cost where the node of --hardware costs so much an hour.",
+        help="Show what tokens and job cost if the node of --hardware costs this much an hour.",
     ),
 ]
 Currency = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Name the currency of --price-per-hour so."),
+    typer.Option(metavar="NAME", help="Name this currency with each cost."),
 ]
 Task = Annotated[
     str,
@@ -438,23 +438,27 @@ Prices = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Rank the nodes of this JSON file, which has US dollars an hour by instance, preset "
-        "or hardware file; by default those that raymoe comes with.",
+        help="Rank the nodes of this JSON file, which maps an instance, one of the names of "
+        "--hardware or a hardware file to US dollars for an hour; by default those that raymoe "
+        "comes with.",
     ),
 ]
 WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Show what more memory, a faster link, more cores or a faster GPU would gain.",
+        help="Show how much faster the job would be with more memory, a faster link, more cores or "
+        "a faster GPU.",
     ),
 ]
 Plot = Annotated[
     bool,
-    typer.Option("--plot", help="Draw the node's roofline and its throughput over host memory."),
+    typer.Option(
+        "--plot", help="Draw the roofline of the node, and throughput over the size of host memory."
+    ),
 ]
 Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="Write the pictures of --plot to this directory.")
+    Path, typer.Option(metavar="DIR", help="Write the figures of --plot to this directory.")
 ]
 
 
@@ -537,7 +541,7 @@ class _Fleet:
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.deadline_hours is not None:
-            raise ConfigError("--deadline-hours finds the number of nodes; leave out --nodes")
+            raise ConfigError("--deadline-hours chooses the number of nodes; leave out --nodes")
         if self.num_nodes is not None and not 1 <= self.num_nodes <= MAX_NODES:
             raise ConfigError(
                 f"--nodes is {self.num_nodes:,}; it takes a number from 1 to {MAX_NODES:,}"
@@ -587,8 +591,8 @@ def _workload(
         workload = Workload(num_rows=num_rows, prompt_tokens=means[0], generated_tokens=means[1])
     if shared_prompt_len >= workload.prompt_tokens:
         raise ConfigError(
-            f"--shared-prompt-len is {shared_prompt_len}; a prompt has {workload.prompt_tokens} "
-            "tokens in the mean, and at least the last is its own"
+            f"--shared-prompt-len is {shared_prompt_len}; it must be less than the mean length of "
+            f"a prompt, which is {workload.prompt_tokens} tokens"
         )
     return replace(workload, shared_prompt_tokens=shared_prompt_len)
 
@@ -604,7 +608,10 @@ def _with_state_dtype(model: ModelSpec, state_dtype: str) -> ModelSpec:
     if state_dtype not in STATE_DTYPES:
         raise UnknownOptionError(state_dtype, STATE_DTYPES, "--state-dtype")
     if state_dtype != "float32" and not model.has_states:
-        raise ConfigError(f"--state-dtype is {state_dtype}, but {model.name} keeps no states")
+        raise ConfigError(
+            f"--state-dtype is {state_dtype}, but {model.name} has no linear attention; leave it "
+            "out"
+        )
     return model.with_state_dtype(state_dtype)
 
 
@@ -648,17 +655,21 @@ def _check(
     rows = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
     prompt, generated = max(rows, key=sum)
     if prompt + generated > longest:
-        raise ConfigError(f"a row has {prompt} + {generated} tokens; {model.name} takes {longest}")
+        raise ConfigError(
+            f"a row has {prompt} + {generated} tokens, and {longest:,} is the largest context "
+            f"here; give shorter lengths, a larger --max-context (up to {model.max_model_len:,}) "
+            "or another model"
+        )
 
 
 def _check_usage(hardware: str | None, prices: Path | None, **of_one_node: object) -> None:
     if hardware is not None and prices is not None:
         raise ConfigError(
-            "--prices ranks instances; leave out --hardware, or give --price-per-hour"
+            "--prices is for ranking instances; leave out --hardware, or give --price-per-hour"
         )
     named = [f"--{key.replace('_', '-')}" for key, value in of_one_node.items() if value]
     if hardware is None and named:
-        raise ConfigError(f"{', '.join(named)}: about one node; name it with --hardware")
+        raise ConfigError(f"{', '.join(named)} needs one node; name it with --hardware")
 
 
 def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: bool) -> None:

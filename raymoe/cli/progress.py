@@ -173,7 +173,7 @@ def time_text(view: JobView) -> str:
         return format_seconds(view.run_s)
     latest = f"{format_seconds(view.run_s)} in the latest"
     if former.elapsed_s is None:
-        return f"{latest} run; how long former runs took is not known"
+        return f"{latest} run; how long earlier runs took is not known"
     return f"{format_seconds(view.elapsed_s)} in {former.num_runs + 1} runs, {latest}"
 
 
