@@ -234,7 +234,7 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
                 for pool in self._pools:
                     pool.look(now_s)
             except Exception:  # an error here would end the job
-                logger.exception("what actors wait for is not told from here on")
+                logger.exception("an error of raymoe: the log no longer says what actors wait for")
                 self._pools = []
 
 
@@ -292,7 +292,7 @@ class PoolWatch:
         if self._plan is not None and is_news:
             self._num_told, seconds = running, self._plan.seconds_with(running)
             logger.warning(
-                "%d of %d actors of %s run: predicted %s after loading",
+                "%d of %d actors of %s run: the job is predicted to take %s after loading",
                 running, self._pool.max_size(), self._name, format_seconds(seconds),
             )  # fmt: skip
 

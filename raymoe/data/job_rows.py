@@ -106,7 +106,10 @@ class FinishedRows:
                 self._journal.append(key, generation)
             leave(is_finished=True)
         except Exception:  # the row has its answer; at worst it is generated again
-            logger.exception("a finished row could not be recorded")
+            logger.exception(
+                "a finished row could not be recorded in the journal; a resumed job "
+                "generates it again"
+            )
         recorded.set_result(generation)
 
 

@@ -287,16 +287,18 @@ class JobPlan:
             lines.append(f"  cost: {found.cost_text(price_per_hour, currency, self.num_nodes)}")
         if self.max_actors is not None:
             seconds = self.seconds_with(self.max_actors)
-            lines.append(f"  with {self.max_actors} actors: {format_seconds(seconds)}")
+            lines.append(f"  with {self.max_actors} actors the job takes {format_seconds(seconds)}")
         return "\n".join(lines)
 
     @property
     def _bound(self) -> str:
         what = "decoding" if self.plan.workload.generates else "reading"
-        return f"{what} bound by {RESOURCE_NAMES[self.plan.job_bound]}"
+        return f"{what} is bound by {RESOURCE_NAMES[self.plan.job_bound]}"
 
     def _note(self) -> str:
-        return " (by rates of a typical core; raymoe profile measures)" if self.is_typical else ""
+        if not self.is_typical:
+            return ""
+        return " (with the speed of a typical core; raymoe profile measures this machine)"
 
     def __str__(self) -> str:
         return self.describe()

@@ -312,6 +312,6 @@ def test_a_task_is_predicted_by_what_it_reads(model):
     assert scored.prediction.running_s < 0.8 * written.prediction.running_s
     text = scored.describe(1.0)
     assert " to read, " in text
-    assert "prompt tokens/s, reading bound by" in text
+    assert "prompt tokens/s, reading is bound by" in text
     assert "per million prompt tokens" in text
     assert "generate" not in text
