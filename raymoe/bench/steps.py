@@ -40,9 +40,9 @@ class LaneLatency:
 
     def __str__(self) -> str:
         return (
-            f"from the end of a task to the start of the next: same lane "
-            f"{self.same_lane_s * 1e6:.1f} us, other lane {self.other_lane_s * 1e6:.1f} us "
-            f"(99 %: {self.other_lane_p99_s * 1e6:.1f} us), target {TARGET_S * 1e6:.0f} us"
+            f"time between two tasks of a step: on one thread {self.same_lane_s * 1e6:.1f} us, on "
+            f"two threads {self.other_lane_s * 1e6:.1f} us (99 % below "
+            f"{self.other_lane_p99_s * 1e6:.1f} us), target {TARGET_S * 1e6:.0f} us"
         )
 
 

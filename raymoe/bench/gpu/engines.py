@@ -92,8 +92,8 @@ def _largest(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float
             break
         num_rows = max(1, min(num_rows - 1, int(MARGIN * num_rows * seconds / needed_s)))
     raise ConfigError(
-        f"{num_rows} rows take {format_seconds(needed_s)} and there are {format_seconds(seconds)}; "
-        "allow more with --part-limit, or choose fewer layers (--layers) or shorter rows"
+        f"{num_rows} rows take {format_seconds(needed_s)}, and {format_seconds(seconds)} are left "
+        "for them; raise --part-limit, or choose fewer layers (--layers) or shorter rows"
     )
 
 
@@ -185,8 +185,8 @@ def _run(
     assert report is not None, "an engine with a plan reports every run"
     if report.num_steps != recorder.num_steps:
         raise ExecutionError(
-            f"the job came apart: {recorder.num_steps} steps, of which the engine saw "
-            f"{report.num_steps} in its last run"
+            f"the engine reported {report.num_steps} of the {recorder.num_steps} steps of the job, "
+            "as it was idle in between; repeat the measurement"
         )
     return _Run(
         load_s=load_s,
@@ -328,7 +328,7 @@ def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_b
     if fitting < 1:
         raise ConfigError(
             f"accelerate needs {format_bytes(fixed + row)} of device memory for one row, two "
-            f"layers and its workspaces; the cap is {format_bytes(device_bytes)}"
+            f"layers and its workspaces; --device-memory allows {format_bytes(device_bytes)}"
         )
     batch = min(fitting, max_rows)
     spare = device_bytes - fixed - batch * row
@@ -408,7 +408,10 @@ class BatchRunner:
             except torch.cuda.OutOfMemoryError:
                 max_num_seqs //= 2
             torch.cuda.empty_cache()
-        raise ConfigError("not one row fits the device memory beside what accelerate moves there")
+        raise ConfigError(
+            "not even one row fits in device memory beside the layers that "
+            "accelerate copies there; raise --device-memory"
+        )
 
     def run(self, max_num_seqs: int) -> BatchTimes:
         """Time as many decode steps as prefill and step times allow."""
