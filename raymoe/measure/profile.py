@@ -70,12 +70,17 @@ def obtain_profile(
     if others.crowds(hardware.num_cores):
         logger.warning("%s, so its rates are too low: measure when nothing else runs", others)
     if problems:
-        logger.warning("the profile is not kept, as it cannot be true: %s", "; ".join(problems))
+        logger.warning(
+            "the profile is not kept, as an idle machine has no such rates: %s", "; ".join(problems)
+        )
         return hardware, None
     try:
         return hardware, store_profile(directory, machine, hardware)
     except OSError as error:
-        logger.warning("the profile is not kept: %s; set RAYMOE_CACHE", error)
+        logger.warning(
+            "the profile is not kept: %s; set RAYMOE_CACHE to a directory that can be written",
+            error,
+        )
         return hardware, None
 
 
