@@ -54,18 +54,18 @@ class DirectRequests:
     def run(self, *, is_stopping: Callable[[], bool], has_batch: Callable[[], bool]) -> None:
         """Load the engine, and answer until no request has come for a while."""
         begin_s = time.monotonic()
-        logger.info("a request came while no batch runs: loading the model")
+        logger.info("a request arrived while no batch runs: loading the model")
         try:
             generator = self._make_generator()
         except Exception as error:
-            logger.exception("the engine cannot be loaded")
+            logger.exception("the model cannot be loaded; requests without a batch are refused")
             self._refuse_all(error)
             return
         logger.info("loaded the model in %.1f s", time.monotonic() - begin_s)
         try:
             with ThreadPoolExecutor(MAX_CALLS, "direct") as pool:
                 num_rows = self._answer_all(generator, pool, is_stopping, has_batch)
-            logger.info("answered %s requests; the model leaves memory", f"{num_rows:,}")
+            logger.info("answered %s requests; freeing the memory of the model", f"{num_rows:,}")
         finally:
             generator.close()
 
@@ -99,7 +99,7 @@ class DirectRequests:
 
     def stop(self) -> None:
         """Refuse what is left."""
-        self._refuse_all(ApiError(503, "the server stops"))
+        self._refuse_all(ApiError(503, "the server is shutting down; send the request again later"))
 
     def _refuse_all(self, error: Exception) -> None:
         while self.is_waiting:
