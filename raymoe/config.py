@@ -154,8 +154,8 @@ class SamplingParams:
                 raise ConfigError(f"{name} is 0; it must be more than 0")
         if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
             raise ConfigError(
-                "structured_outputs end the text where their form does; leave out min_tokens and "
-                "ignore_eos"
+                "structured_outputs end the text when their constraint is complete; leave out "
+                "min_tokens and ignore_eos"
             )
 
     @property
