@@ -14,11 +14,11 @@ from raymoe.cli import model_by_name
 from raymoe.config import Settings
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
 from raymoe.measure.plausible import find_problems
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
 from raymoe.measure.tiles import WEIGHT_SHARE, BucketTiles, ExpertLayer, measure_layer, time_on
-from raymoe.model.device_experts import OLDEST_CAPABILITY
 from raymoe.specs.files import to_json
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, format_bytes, format_seconds

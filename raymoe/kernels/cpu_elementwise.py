@@ -16,9 +16,9 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OLDEST_CAPABILITY = (7, 5)
 
 
 @cache

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from raymoe.codecs import SMALLEST_E8M0 as _SMALLEST_E8M0
 from raymoe.errors import CapacityError
 from raymoe.kernels.gpu_experts_layout import FIELDS, MatrixLayout
 
@@ -58,7 +59,8 @@ MAGIC_BITS = tl.constexpr(0x4B000000)  # 2^23 as float32: its last bits are inte
 MAGIC = tl.constexpr(8388608.0)
 GPTQ_ONES = tl.constexpr(0x11111111)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
-SMALLEST_E8M0 = tl.constexpr(0x00400000)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+SMALLEST_E8M0 = tl.constexpr(_SMALLEST_E8M0)
 _MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 E4M3_MISSING = tl.constexpr(_MISSING_POWERS["e4m3"])
 

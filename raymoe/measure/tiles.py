@@ -14,7 +14,6 @@ from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.gpu_experts_layout import (
     BUCKETS,
-    TENSOR_CORES_SINCE,
     ExpertMatrices,
     TileKey,
     TileShape,
@@ -23,11 +22,11 @@ from raymoe.kernels.gpu_experts_layout import (
     candidate_shapes,
     key_of,
 )
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY, TENSOR_CORES_SINCE
 from raymoe.measure.gpu import StreamRun, seconds_on_stream
 from raymoe.memory.weights import DummyWeights
 from raymoe.model.device_experts import (
     MAX_SMALL_BATCH_TOKENS,
-    OLDEST_CAPABILITY,
     grouped_experts_are_used,
     make_device_experts,
 )
