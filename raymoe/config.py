@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.specs.files import MAX_TOKEN_ID, expanded
 from raymoe.structured import StructuredOutputs
+from raymoe.units import MAX_INT64
 
 if TYPE_CHECKING:
     from raymoe.plan.policy import Policy
@@ -202,7 +203,7 @@ INTEGER_RANGES = {
     "top_k": (-1, MAX_TOKEN_ID),
     "no_repeat_ngram_size": (0, MAX_GENERATED_TOKENS),
     "n": (1, MAX_SAMPLES),
-    "seed": (-1, 2**63 - 1),
+    "seed": (-1, MAX_INT64),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
@@ -315,7 +316,7 @@ class EngineConfig:
         _integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.expected_calls is not None:
             _integer("expected_calls", self.expected_calls, 1, 2**20)
-        _integer("seed", self.seed, 0, 2**63 - 1)
+        _integer("seed", self.seed, 0, MAX_INT64)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
         if not isinstance(self.ignore_adapter, bool):

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+OS_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -33,7 +33,7 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
     if not status:
         return None
     user, system = int(fields[11]), int(fields[12])
-    return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
+    return Usage(int(status[1]) * OS_PAGE_BYTES, (user + system) / TICKS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 
 from raymoe._version import __version__
-from raymoe.errors import ConfigError, RaymoeError
+from raymoe.errors import EXIT_BAD_USAGE, ConfigError, RaymoeError
 from raymoe.safe_text import harmless
 from raymoe.shadows import directories_of_workers, find_shadow, first_directory
 from raymoe.specs.files import is_hub_name, read_config
@@ -43,7 +43,6 @@ STARTS_RAY = {"generate", "serve", "demo"}
 COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}
 SLOW_S = 1.0
 EXIT_FAILED = 1
-EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130  # as of a process that SIGINT ends
 
 _USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."

@@ -329,7 +329,7 @@ def _table(results: list[Result]) -> Table:
 
 
 DEVICES = ("cuda", "emulated")
-EMULATED_BY_DEFAULT = "l4"
+SUITE_HARDWARE = "l4"  # that the emulated device is as fast as, by default
 DEFAULT_DEVICE_MEMORY = 16 * GIB  # so that a large card, too, has to move weights
 
 
@@ -391,7 +391,7 @@ def _suite_of(options: GpuOptions) -> SuiteSettings:
             f"--hardware {options.hardware} is for --device emulated; leave it out, as --device "
             "cuda measures the GPU of this machine"
         )
-    hardware = options.hardware or EMULATED_BY_DEFAULT
+    hardware = options.hardware or SUITE_HARDWARE
     return SuiteSettings(
         node=NodeSettings(
             device=options.device,

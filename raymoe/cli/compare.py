@@ -35,9 +35,9 @@ from raymoe.specs.files import write_file
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.units import GIB, ceil_div, format_seconds
 
-BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
 STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a micro-batch, where another model sets the pace
 
 
@@ -180,7 +180,7 @@ class _Run:
 
     def _page_bytes(self) -> int:
         """Pages of the computing model, about as many as those of the one that sets the pace."""
-        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BYTES_PER_ELEMENT)
+        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BFLOAT16_BYTES)
         return max(1, int(self._step.page_bytes * ratio))
 
     @staticmethod
@@ -188,14 +188,14 @@ class _Run:
         return sum(size.total for size in layer_sizes(spec, bytes_per_element))
 
     def _cost(self, schedule: Schedule, model: LoadedModel) -> StepCost:
-        scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
+        scale = self._layer_bytes(self._paced, BFLOAT16_BYTES) / self._layer_bytes(self._spec, 4)
         rows = self._step.num_rows // self._num_micro_batches
         micro_batch = MicroBatchShape.decode(
             rows, self._step.context, model.placement.cpu_attention_fraction
         )
         return StepCost.of_schedule(
             schedule,
-            ModelWork.of(self._paced, BYTES_PER_ELEMENT),
+            ModelWork.of(self._paced, BFLOAT16_BYTES),
             self._hardware,
             micro_batches=(micro_batch,) * self._num_micro_batches,
             layers=tuple(_scaled(layer, scale) for layer in model.placement.layers),

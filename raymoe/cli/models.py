@@ -31,6 +31,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import other_format
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.units import format_bytes
 
 Source = Annotated[
@@ -98,7 +99,7 @@ def _as_json(text: str) -> dict[str, object]:
         "max_model_len": spec.max_model_len,
         "weight_format": "none" if spec.quantization is None else spec.quantization.name,
         "weight_bytes": spec.stored_bytes,
-        "kv_bytes_per_token": spec.kv_bytes_per_token(KV_BYTES),
+        "kv_bytes_per_token": spec.kv_bytes_per_token(BFLOAT16_BYTES),
         "differs_from_transformers": differences_of(spec),
         "checked": _check_weights(spec, Path(text)) if is_directory else "",
     }
@@ -136,7 +137,6 @@ def _check_weights(spec: ModelSpec, directory: Path) -> str:
 
 
 Row = tuple[str, str]
-KV_BYTES = 2  # bfloat16
 
 
 def families_table() -> Table:
@@ -214,9 +214,12 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         yield "network", f"{count} layers: {_ffn(ffn)}"
     formats = "as trained" if spec.quantization is None else spec.quantization.name
     yield "weights", f"{format_bytes(spec.stored_bytes)}, {formats} ({spec.dtype or 'bfloat16'})"
-    yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
+    yield (
+        "KV cache of a token",
+        f"{format_bytes(spec.kv_bytes_per_token(BFLOAT16_BYTES))} in bfloat16",
+    )
     if spec.has_states:
-        yield "states of a sequence", format_bytes(spec.state_bytes(KV_BYTES))
+        yield "states of a sequence", format_bytes(spec.state_bytes(BFLOAT16_BYTES))
     for difference in differences_of(spec):
         yield "differs from transformers", difference
 

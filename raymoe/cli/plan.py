@@ -43,7 +43,7 @@ from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
-from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
+from raymoe.specs.weight_format import PLAIN_FORMATS
 from raymoe.specs.workload import TASKS, Workload
 from raymoe.units import CURRENCY, GB, GIB, format_bytes, format_seconds
 
@@ -190,7 +190,7 @@ def _add_memory(table: Table, footprint: Footprint, available_bytes: int) -> Non
 
 LENGTH_COLUMNS = ("prompt_tokens", "generated_tokens")
 MAX_LENGTHS = 4096  # rows of a file that are planned with; more change a plan by less than it errs
-MAX_ROW_TOKENS = 10**9
+MAX_LENGTH = 10**9
 
 
 def read_lengths(path: Path, num_rows: int | None) -> Workload:
@@ -234,10 +234,10 @@ def _length_rows(path: Path) -> list[Any]:
 def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
     cells: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in LENGTH_COLUMNS]
     for name, cell in zip(LENGTH_COLUMNS, cells, strict=True):
-        if type(cell) is not int or not 1 <= cell <= MAX_ROW_TOKENS:
+        if type(cell) is not int or not 1 <= cell <= MAX_LENGTH:
             raise ConfigError(
                 f"--lengths {path}: row {index} has {name} {cell!r:.100}; each row needs whole "
-                f"numbers from 1 to {MAX_ROW_TOKENS} in {' and '.join(LENGTH_COLUMNS)}"
+                f"numbers from 1 to {MAX_LENGTH} in {' and '.join(LENGTH_COLUMNS)}"
             )
     return cells[0], cells[1]
 
@@ -618,7 +618,7 @@ def _with_state_dtype(model: ModelSpec, state_dtype: str) -> ModelSpec:
 def _item_bytes(dtype: str, option: str) -> int | None:
     if dtype not in DTYPES:
         raise UnknownOptionError(dtype, DTYPES, option)
-    return None if dtype == "auto" else ITEM_BYTES[PLAIN_FORMATS[dtype].dtype]
+    return None if dtype == "auto" else PLAIN_FORMATS[dtype].item_bytes
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:

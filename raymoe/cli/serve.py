@@ -19,7 +19,7 @@ from raymoe.data.generator import MoEGenerator
 from raymoe.data.status import clear_status
 from raymoe.errors import ConfigError
 from raymoe.openai.batch import ID_COLUMN
-from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
+from raymoe.openai.direct import REQUEST_ERROR_COLUMN, DirectRequests
 from raymoe.specs.files import expanded, read_text
 from raymoe.units import GIB, MIB
 
@@ -162,7 +162,8 @@ def _make_generator(
 ) -> MoEGenerator:
     clear_status(status_dir)  # of an engine that has ended
     return MoEGenerator(
-        model, **options, engine_config=config, id_column=ID_COLUMN, error_column=ERROR_COLUMN,
+        model, **options, engine_config=config, id_column=ID_COLUMN,
+        error_column=REQUEST_ERROR_COLUMN,
         status_dir=status_dir,
     )  # fmt: skip
 

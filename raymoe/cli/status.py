@@ -17,11 +17,18 @@ from rich.text import Text
 from raymoe.cli.progress import cost_text, error_lines, time_text
 from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
-from raymoe.status_view import HOW_TO_RESUME, LOST, ActorView, JobView, ago, measured_over_predicted
+from raymoe.status_view import (
+    HOW_TO_RESUME,
+    LOST,
+    NOTHING,
+    ActorView,
+    JobView,
+    ago,
+    measured_over_predicted,
+)
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0
-NOTHING = "-"
 ACTOR_COLUMNS = (
     "actor", "state", "rows", "tokens/s", "slots", "KV", "preempted", "vs plan",
 )  # fmt: skip

@@ -60,11 +60,11 @@ def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK 
 
 
 MAGIC = b"raymoej1"
-KEY_BYTES = 16
-NOBODY = bytes(KEY_BYTES)
+ROW_KEY_BYTES = 16
+NOBODY = bytes(ROW_KEY_BYTES)
 MAX_PAYLOAD_BYTES = 256 * MIB  # a damaged length must not make a reader take all memory
 
-_HEADER = struct.Struct(f"<II{KEY_BYTES}s")
+_HEADER = struct.Struct(f"<II{ROW_KEY_BYTES}s")
 HEADER_BYTES = _HEADER.size
 _LENGTH = struct.Struct("<I")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Generation)}
@@ -263,7 +263,7 @@ class RowIndex:
 
 
 def _half(key: bytes) -> int:
-    return int.from_bytes(key[: KEY_BYTES // 2], "little")
+    return int.from_bytes(key[: ROW_KEY_BYTES // 2], "little")
 
 
 PREFIX, SUFFIX = "rows-", ".journal"

@@ -26,9 +26,11 @@ from raymoe.data.status import (
     FAILED,
     GENERATE,
     HISTORY_COLUMNS,
+    LAST_WRITE_S,
     LOADING,
     RUNNING,
     STEP_PREFIX,
+    WRITE_EVERY_S,
     ActorStatus,
     HistoryPoint,
     PlainSpan,
@@ -550,10 +552,8 @@ def actor_line(status: ActorStatus) -> str:
 
 
 SAMPLE_EVERY_S = 1.0
-WRITE_EVERY_S = 2.0
 LOG_EVERY_S = 60.0
 FIRST_STEP_S = 10.0  # until a typical step is written; the interval then doubles
-LAST_WRITE_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from raymoe.data.journal import KEY_BYTES, NOBODY, open_private
+from raymoe.data.journal import NOBODY, ROW_KEY_BYTES, open_private
 from raymoe.engine.outputs import Generation
 from raymoe.errors import CheckpointError, ExecutionError
 from raymoe.specs.files import open_regular
@@ -28,7 +28,7 @@ MAGIC = b"raymoei1"
 IN_FLIGHT, DEATH, SUFFIX = "inside-", "death-", ".rows"
 ENTERED, ALONE, LEFT = b"E", b"A", b"L"
 REWRITE_BYTES = MIB  # a file of this size is rewritten with only the rows in flight
-_RECORD_BYTES = 1 + KEY_BYTES
+_RECORD_BYTES = 1 + ROW_KEY_BYTES
 
 logger = logging.getLogger(__name__)
 

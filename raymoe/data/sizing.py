@@ -24,6 +24,7 @@ from raymoe.shadows import directories_of_workers, find_shadow
 from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import PLAIN_FORMATS
 from raymoe.specs.workload import Workload
 from raymoe.units import CURRENCY, ceil_div, format_bytes, format_seconds
 
@@ -94,9 +95,6 @@ def configure_data_context(
     return context
 
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: float) -> EngineConfig:
     """Resolve "auto": engines with a device share weights with other actors of their node."""
     if config.shared_weights != "auto":
@@ -118,7 +116,7 @@ def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node:
     if config.shared_weights is not True or not is_here:
         return 0
     spec = ModelSpec.from_directory(model_source)
-    num_bytes = spec.weight_bytes(BYTES_PER_ELEMENT[dtype_of(spec, config)])
+    num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
     return num_bytes * (actors_per_node - 1) // actors_per_node
 
 
@@ -538,8 +536,8 @@ def plan_actor(
         config.workload,
         schedule=config.schedule,
         policy=config.policy,
-        bytes_per_element=BYTES_PER_ELEMENT[dtype],
-        kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
+        bytes_per_element=PLAIN_FORMATS[dtype].item_bytes,
+        kv_bytes_per_element=PLAIN_FORMATS[kv_dtype].item_bytes,
         max_model_len=config.max_model_len,
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,

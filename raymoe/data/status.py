@@ -18,6 +18,8 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import CURRENCY, MIB, format_bytes
 
 FORMAT = 2  # format version of all status files
+WRITE_EVERY_S = 2.0
+LAST_WRITE_S = 10.0  # for the last write: a slow disk must not delay the end of a process
 
 LOADING, RUNNING = "loading", "running"
 ENDED, FAILED = "ended", "failed"  # of an actor

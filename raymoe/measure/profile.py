@@ -20,12 +20,12 @@ from raymoe.measure.kept import identify_machine, load_profile, store_profile
 from raymoe.measure.others import CoreWatch
 from raymoe.measure.plausible import find_problems
 from raymoe.measure.timing import KernelJob, measure_in_turns
+from raymoe.plan.policy import PAGE_BYTES
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
-from raymoe.units import MIB
 
 USUAL_SECONDS = 55.0  # a minute including start-up
 PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
-PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
+NUM_PAGES, RING_PAGES = 8, 2
 
 
 def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:

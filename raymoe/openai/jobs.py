@@ -30,6 +30,7 @@ from raymoe.data.status import (
     read_status,
     status_beside,
 )
+from raymoe.errors import EXIT_BAD_USAGE
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import DirectRequests
 from raymoe.openai.store import (
@@ -58,7 +59,6 @@ MAX_ERRORS = 100
 MAX_ID_CHARACTERS = 512
 MAX_LINE_BYTES = 16 * MIB
 MAX_RUNS = 3  # of a process that fails for another reason than its arguments
-EXIT_BAD_USAGE = 2
 LOOK_EVERY_S, STOP_S = 0.5, 60.0
 LOG_TAIL_BYTES = 64 << 10
 # str.splitlines, with which clients cut a file into lines, takes these for ends of lines too.
