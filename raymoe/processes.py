@@ -76,24 +76,5 @@ def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:
         return False
 
 
-def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
-    """Return children, grandchildren and so on, as of now."""
-    children: dict[int, list[int]] = {}
-    for entry in root.iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int(_stat(entry)[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found: set[int] = set()
-    left = [pid]
-    while left:
-        new = set(children.get(left.pop(), ())) - found
-        found |= new
-        left += new
-    return found
-
-
 def _stat(directory: Path) -> list[str]:
     return (directory / "stat").read_text().rpartition(")")[2].split()

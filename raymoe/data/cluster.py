@@ -177,13 +177,11 @@ class Stage:
     Attributes:
         num_actors: 0 for a stage of tasks, of which one at a time must fit.
         each: CPU, GPU and memory of an actor or task.
-        is_generator: Whether a `MoEGenerator` runs in it.
     """
 
     name: str
     num_actors: int
     each: Resources
-    is_generator: bool = False
 
 
 def check_before_start() -> None:
@@ -350,7 +348,6 @@ def _stage(operator: Any) -> Stage:
         name=operator.name,
         num_actors=sum(pool.min_size() for pool in operator.get_autoscaling_actor_pools()),
         each={"CPU": each.cpu or 0, "GPU": each.gpu or 0, "memory": each.memory or 0},
-        is_generator=_is_generator(operator),
     )
 
 

@@ -576,13 +576,6 @@ def log_sum_exp(logits_RV: Tensor) -> Tensor:
     return out_R
 
 
-def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor) -> Tensor:
-    """Return log-probabilities of given tokens, float32 [R, N] (or [R] for ids [R])."""
-    index_RN = ids_RN.long() if ids_RN.ndim == 2 else ids_RN.long()[:, None]
-    logprobs_RN = logits_RV.gather(1, index_RN).float() - log_sum_exp(logits_RV)[:, None]
-    return logprobs_RN if ids_RN.ndim == 2 else logprobs_RN[:, 0]
-
-
 def topk_logprobs(logits_RV: Tensor, k: int) -> TopLogprobs:
     num_rows, num_tokens = logits_RV.shape
     if not 1 <= k <= num_tokens:

@@ -20,7 +20,7 @@ READ = Stage(name="Read", num_actors=0, each={"CPU": 1, "GPU": 0, "memory": 0})
 
 def generator(cpus=0.0, *, actors=1, gpus=0.0, gib=0.0, name="Write"):
     each = {"CPU": cpus, "GPU": gpus, "memory": gib * GIB}
-    return Stage(name=name, num_actors=actors, each=each, is_generator=True)
+    return Stage(name=name, num_actors=actors, each=each)
 
 
 @pytest.mark.parametrize(
