@@ -262,4 +262,4 @@ def _router(router: RouterSpec) -> str:
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:,.1f} B"
+    return f"{count / 1e9:,.1f} B" if count >= 1e8 else f"{count / 1e6:,.1f} M"

@@ -58,8 +58,8 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     files = tuple(sorted((one for one in found if kind_of(one)), key=lambda one: one.path))
     if not files:
         known = ", ".join(one for suffixes in SUFFIXES.values() for one in suffixes)
-        found_some = f" ({len(found)} files of other kinds)" if found else ""
-        raise ConfigError(f"--input {root}: no file that ends in {known}{found_some}")
+        others = f"{len(found):,} files, but" if found else "nothing is there, or"
+        raise ConfigError(f"--input {root}: {others} no file that ends in {known}")
     kinds = [kind for kind in SUFFIXES if kind in {kind_of(file) for file in files}]
     if len(kinds) > 1:
         raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")

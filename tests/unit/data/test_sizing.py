@@ -236,7 +236,7 @@ def test_weights_are_not_shared_alone_or_without_a_device(
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("/nope", {}, "'/nope' is not there"),
+        ("/nope", {}, "'/nope' is neither a directory"),
         ("org/model", {"foo": 3}, "'foo'; known: "),
         ("org/model", {"num_actor": 3}, "did you mean 'num_actors'"),
         ("org/model", {"sampling_params": {"max_new_tokens": 5}}, "did you mean 'max_tokens'"),
