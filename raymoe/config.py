@@ -169,7 +169,7 @@ class SamplingParams:
         return self.stop  # type: ignore[return-value]  # normalised in __post_init__
 
     @property
-    def form(self) -> StructuredOutputs | None:
+    def structured_outputs_params(self) -> StructuredOutputs | None:
         """`structured_outputs` in its normalised type."""
         return self.structured_outputs  # type: ignore[return-value]  # as above
 

@@ -318,8 +318,12 @@ class EngineCore:
         if self._masks is not None:
             self._masks.end(slot)  # of a row that was preempted here
             self._late.pop(slot, None)
-            if sample.request.params.form is not None:
-                self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
+            if sample.request.params.structured_outputs_params is not None:
+                self._masks.begin(
+                    slot,
+                    sample.request.params.structured_outputs_params,
+                    self._table.generated(slot),
+                )
 
     def _take_chosen(self, done: ScheduledStep, first_row: int, output: ChosenRows) -> None:
         tokens, rows = output.tokens_C.numpy(), output.rows_N.numpy()

@@ -386,7 +386,7 @@ class Engine:
             ConfigError: Which one, and why; each row would have this as its error.
         """
         self._check_process()
-        form = self._input_processor.check_params(sampling_params).form
+        form = self._input_processor.check_params(sampling_params).structured_outputs_params
         if form is None or form == self._checked_form:
             return
         masks = TokenBitmasks(self._grammar_server, 1, self._parts.vocab_size)
