@@ -20,11 +20,11 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend,
     append_and_attend_latent,
 )
-from raymoe.kernels.cpu_elementwise import Projected, argmax, qkv_rope, rms_norm, route
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
 from raymoe.kernels.cpu_linear import make_linear
 from raymoe.kernels.cpu_state import causal_conv, scan
+from raymoe.kernels.elementwise import Projected, argmax, qkv_rope, rms_norm, route
 from raymoe.kernels.gpu_attention_batch import (
     AttentionCompute,
     LatentRaggedBatch,

@@ -22,9 +22,9 @@ from raymoe.engine.identity import Choice
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.elementwise import Routing
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles

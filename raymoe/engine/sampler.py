@@ -16,7 +16,7 @@ from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Int32s, TokenLogprob
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import SequenceTable
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels.elementwise import (
     RandomKeys,
     argmax,
     gumbel_argmax,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES, triton_runs_on
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE

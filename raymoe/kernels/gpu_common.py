@@ -359,7 +359,7 @@ def _e2m1(codes: tl.tensor) -> tl.tensor:
 def philox(
     c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, key0: tl.tensor, key1: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Compute `cpu_elementwise.philox4x32` on uint32 blocks of one shape."""
+    """Compute `elementwise.philox4x32` on uint32 blocks of one shape."""
     factor0 = tl.full([1, 1], 0xD2511F53, tl.uint32) + c0 * 0
     factor1 = tl.full([1, 1], 0xCD9E8D57, tl.uint32) + c0 * 0
     step0, step1 = tl.full([1, 1], 0x9E3779B9, tl.uint32), tl.full([1, 1], 0xBB67AE85, tl.uint32)

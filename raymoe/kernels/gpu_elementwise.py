@@ -1,6 +1,6 @@
 """Triton kernels of norms, rotary embeddings, routers and sampling: launches of one each.
 
-`cpu_elementwise` has the references of the same names. A kernel rounds where its reference does;
+`elementwise` has the references of the same names. A kernel rounds where its reference does;
 sums are float32, in an order that depends on the shapes of the model alone. No constant depends on
 a step, and tensors that are cut by token may begin at any address: no step compiles a kernel again.
 
@@ -27,7 +27,7 @@ from raymoe.kernels.gpu_common import (
 )
 
 if TYPE_CHECKING:
-    from raymoe.kernels.cpu_elementwise import Steps
+    from raymoe.kernels.elementwise import Steps
 
 _TILE_ELEMENTS = 2048  # of heads in one program
 
@@ -45,7 +45,7 @@ def _weighted(
     OFFSET: tl.constexpr,
     TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply a norm by its weight, with the roundings of `cpu_elementwise.rms_norm`."""
+    """Multiply a norm by its weight, with the roundings of `elementwise.rms_norm`."""
     if HAS_OFFSET:
         normed = normed * (weight + OFFSET)
     else:
@@ -137,7 +137,7 @@ class Heads:
         norm: Before the rotation "head" (one per head), "plain" (without a weight), "all" (one over
             all heads) or "latent" (over the dimensions before `first`); "after" it, one per head;
             or "none".
-        offset: `offset` of `cpu_elementwise.rms_norm`.
+        offset: `offset` of `elementwise.rms_norm`.
         padded: Dimensions, as a power of two.
         tile: Heads of one program.
         padded_all: Columns of all heads, as a power of two.
@@ -386,7 +386,7 @@ def qkv_rope(
     sizes: tuple[int, int, int, int],
     steps: "Steps",
 ) -> Launch:
-    """Launch what `cpu_elementwise.qkv_rope` computes; its sizes are (H, G, D, V)."""
+    """Launch what `elementwise.qkv_rope` computes; its sizes are (H, G, D, V)."""
     num_heads, num_kv_heads, dim, value_dim = sizes
     rotation = (angles[1].shape[1], steps.is_interleaved, steps.eps, steps.norm_offset, steps.clip)
     key_begin = num_heads * dim
@@ -421,7 +421,7 @@ def latent_rope(
     eps: float,
     is_interleaved: bool,
 ) -> Launch:
-    """Launch what `cpu_elementwise.latent_rope` computes."""
+    """Launch what `elementwise.latent_rope` computes."""
     (_, num_heads, dim), width, rank = query_TAD.shape, row_TW.shape[1], len(row_norm)
     rotation = {"half": angles[1].shape[1], "is_interleaved": is_interleaved}
     query = heads_of(num_heads, dim, first=dim - (width - rank), **rotation)
@@ -647,7 +647,7 @@ def choose_kernel(
     """Choose the token of one row: the largest logit, or the largest after scale and noise.
 
     Args:
-        draws_ptr: int64 [R, 4] as `cpu_elementwise.pack_draws` makes them.
+        draws_ptr: int64 [R, 4] as `elementwise.pack_draws` makes them.
         ids_ptr: int32 [R]; -1 if the row has a NaN or no logit above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -686,7 +686,7 @@ def choose_kernel(
 
 
 def choose(logits_RV: Tensor, draws_R4: Tensor, ids_R: Tensor) -> Launch:
-    """Launch what `cpu_elementwise.choose` computes; on the host, `_native` has the same bits."""
+    """Launch what `elementwise.choose` computes; on the host, `_native` has the same bits."""
     num_rows, size = logits_RV.shape
     return Launch(
         kernel=choose_kernel,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES, triton_runs_on
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 
 BLOCK_TOKENS = 32
 VALUE_COLUMNS = 64

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from raymoe.device.threads import set_num_threads
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import qkv_rope, rms_norm
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.elementwise import qkv_rope, rms_norm
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.jobs import (
     AttentionShape,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Clamp,
@@ -16,6 +15,7 @@ from raymoe.kernels.cpu_experts import (
     PlainExperts,
     TopK,
 )
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
     ExpertMatrices,

@@ -12,8 +12,8 @@ from torch import Tensor
 from raymoe.device.mover import Copies
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing, choose, triton_runs_on
 from raymoe.kernels.cpu_experts import ExpertGroup
+from raymoe.kernels.elementwise import Routing, choose, triton_runs_on
 from raymoe.kernels.paged_kv import largest_layout
 from raymoe.memory.activations import HostActivations, LayerActivations, StepActivations
 from raymoe.memory.kv_cache import KvCache
@@ -34,7 +34,7 @@ class TokenChoice(NamedTuple):
     """How tokens are chosen where the logits are.
 
     Attributes:
-        draws_R4: As `cpu_elementwise.pack_draws` makes them, of each row of logits.
+        draws_R4: As `elementwise.pack_draws` makes them, of each row of logits.
         needs_logits_R: bool, rows for which the host chooses, or reads the logits.
     """
 

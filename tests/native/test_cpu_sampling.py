@@ -6,7 +6,7 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     RandomKeys,
     argmax,

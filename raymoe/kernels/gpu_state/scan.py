@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import triton_runs_on
+from raymoe.kernels.elementwise import triton_runs_on
 
 Int64s = npt.NDArray[np.int64]
 

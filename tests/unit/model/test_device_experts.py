@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from raymoe.kernels import cpu_elementwise as elementwise
-from raymoe.kernels.cpu_elementwise import triton_runs_on
+from raymoe.kernels import elementwise
 from raymoe.kernels.cpu_experts import PlainExperts
+from raymoe.kernels.elementwise import triton_runs_on
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
     ExpertMatrices,

@@ -1,4 +1,4 @@
-"""CPU kernels of norms, rotary embeddings, routers and sampling.
+"""Norms, rotary embeddings, routers and sampling, on CPUs and GPUs.
 
 Functions with an `out` on a GPU are one launch of `gpu_elementwise`, which imports Triton and is
 imported where it is called. All other tensors are computed by torch: the references.
