@@ -23,7 +23,6 @@ from raymoe.kernels.cpu_attention import (
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
 from raymoe.kernels.cpu_linear import make_linear
-from raymoe.kernels.cpu_state import causal_conv, scan
 from raymoe.kernels.elementwise import Projected, argmax, qkv_rope, rms_norm, route
 from raymoe.kernels.gpu_attention_batch import (
     AttentionCompute,
@@ -34,6 +33,7 @@ from raymoe.kernels.gpu_attention_batch import (
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.state import causal_conv, scan
 from raymoe.kernels.torch_attention import (
     PagedBatch,
     append_and_attend_latent_paged,
@@ -436,7 +436,7 @@ def _convolved(inputs_TC: Tensor, weight_WC: Tensor) -> Tensor:
 
 
 def _scanned(operands: tuple[Tensor, ...], *, is_delta: bool) -> Tensor:
-    """Token by token as `cpu_state.scan` says, from the start of each sequence, in float64."""
+    """Token by token as `state.scan` says, from the start of each sequence, in float64."""
     query, key, value, log_decay, gain = (each.double() for each in operands)
     shared = STATE_HEADS // STATE_GROUPS
     query, key = (
