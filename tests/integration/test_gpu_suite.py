@@ -86,7 +86,7 @@ def test_a_part_is_measured_once_and_shown_each_time(
         (["--shape", "mixtral"], "unknown --shape of the suite gpu 'mixtral'"),
         (["--workload", "W1"], "unknown --workload of the suite gpu 'W1'"),
         (["--device", "cpu"], "unknown --device 'cpu'"),
-        (["--device", "cuda", "--hardware", "l4"], "a GPU has its own"),
+        (["--device", "cuda", "--hardware", "l4"], "is for --device emulated"),
         (["--hardware", "l5"], "unknown hardware preset 'l5'"),
         (["--suite", "tpu"], "unknown suite 'tpu'"),
     ],
