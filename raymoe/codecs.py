@@ -35,7 +35,7 @@ CodeKind = Literal["int4", "e2m1", "e4m3"]
 
 INT4_ZERO = 8  # code of zero, without zero points
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SMALLEST_E8M0 = 0x00400000  # bits of 2^-127, which is subnormal in float32
+SMALLEST_E8M0 = 0x00400000  # bits of 2^-127, which is subnormal in float32
 _FLOAT32_EXPONENT_BIT = 23
 
 
@@ -81,7 +81,7 @@ def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
 def float_scales(scales: Tensor) -> Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
-    bits = (scales.int() << _FLOAT32_EXPONENT_BIT).clamp_min(_SMALLEST_E8M0)
+    bits = (scales.int() << _FLOAT32_EXPONENT_BIT).clamp_min(SMALLEST_E8M0)
     return bits.view(torch.float32)
 
 

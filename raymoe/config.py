@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.specs.files import MAX_TOKEN_ID, expanded
 from raymoe.structured import StructuredOutputs
+from raymoe.units import MAX_INT64
 
 if TYPE_CHECKING:
-    from raymoe.plan.policy import Policy
+    from raymoe.plan.policy import Choice, Policy
     from raymoe.specs.hardware import HardwareSpec, MeasuredNode
     from raymoe.specs.workload import Workload
 
@@ -154,8 +155,8 @@ class SamplingParams:
                 raise ConfigError(f"{name} is 0; it must be more than 0")
         if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
             raise ConfigError(
-                "structured_outputs end the text where their form does; leave out min_tokens and "
-                "ignore_eos"
+                "structured_outputs end the text when their constraint is complete; leave out "
+                "min_tokens and ignore_eos"
             )
 
     @property
@@ -168,7 +169,7 @@ class SamplingParams:
         return self.stop  # type: ignore[return-value]  # normalised in __post_init__
 
     @property
-    def form(self) -> StructuredOutputs | None:
+    def structured_outputs_params(self) -> StructuredOutputs | None:
         """`structured_outputs` in its normalised type."""
         return self.structured_outputs  # type: ignore[return-value]  # as above
 
@@ -202,7 +203,7 @@ INTEGER_RANGES = {
     "top_k": (-1, MAX_TOKEN_ID),
     "no_repeat_ngram_size": (0, MAX_GENERATED_TOKENS),
     "n": (1, MAX_SAMPLES),
-    "seed": (-1, 2**63 - 1),
+    "seed": (-1, MAX_INT64),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
@@ -244,6 +245,8 @@ class EngineConfig:
             leaves it out, so that the engine embeds.
         schedule: A name of `raymoe.schedule.builders.BUILDERS` that suits the device, or "auto".
         policy: Overrides the sizes that the planner would choose.
+        planned: What the driver of a job has planned, which `map_batches_kwargs` hands to actors.
+            An engine on a machine that differs, or has less memory, plans again and logs why.
         host_memory_bytes: Budget for weights and KV cache.
         device_memory_bytes: Usable memory of the device; all that is free by default.
         hardware: Node to plan for: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
@@ -280,6 +283,7 @@ class EngineConfig:
     head: str = "auto"
     schedule: str = "auto"
     policy: "Policy | None" = None
+    planned: "Choice | None" = None
     kv_dtype: str = "auto"
     state_dtype: str = "float32"
     host_memory_bytes: int | None = None
@@ -315,7 +319,7 @@ class EngineConfig:
         _integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.expected_calls is not None:
             _integer("expected_calls", self.expected_calls, 1, 2**20)
-        _integer("seed", self.seed, 0, 2**63 - 1)
+        _integer("seed", self.seed, 0, MAX_INT64)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
         if not isinstance(self.ignore_adapter, bool):

@@ -20,6 +20,8 @@ from typing import Any, Self
 
 from raymoe.suggestions import find_absence, find_meant
 
+EXIT_BAD_USAGE = 2  # of the command after a ConfigError
+
 
 class RaymoeError(Exception):
     """Base of every error raised on purpose.

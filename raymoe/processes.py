@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+OS_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -33,7 +33,7 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
     if not status:
         return None
     user, system = int(fields[11]), int(fields[12])
-    return Usage(int(status[1]) * PAGE_BYTES, (user + system) / TICKS_PER_S)
+    return Usage(int(status[1]) * OS_PAGE_BYTES, (user + system) / TICKS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +74,6 @@ def is_runnable(pid: int, root: Path = Path("/proc")) -> bool:
         return _stat(root / str(pid))[0] == "R"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def descendants(pid: int, root: Path = Path("/proc")) -> set[int]:
-    """Return children, grandchildren and so on, as of now."""
-    children: dict[int, list[int]] = {}
-    for entry in root.iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int(_stat(entry)[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found: set[int] = set()
-    left = [pid]
-    while left:
-        new = set(children.get(left.pop(), ())) - found
-        found |= new
-        left += new
-    return found
 
 
 def _stat(directory: Path) -> list[str]:

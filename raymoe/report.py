@@ -27,13 +27,13 @@ from raymoe.data.status import (
     read_status,
 )
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.plan.draw import STYLE, Colour, Scale, draw_operations
+from raymoe.plan.draw import HEADROOM, STYLE, Colour, Scale, draw_operations
 from raymoe.safe_text import harmless
 from raymoe.schedule.draw import draw_svg, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.files import PRIVATE_FILE, kind_problem, open_regular, write_file
-from raymoe.status_view import HOW_TO_RESUME, ActorView, JobView, measured_over_predicted
+from raymoe.status_view import HOW_TO_RESUME, NOTHING, ActorView, JobView, measured_over_predicted
 from raymoe.units import format_money, format_seconds
 
 MARK = "<!-- a report of raymoe -->"
@@ -162,7 +162,6 @@ MAX_NAME = 36  # characters of a name in the legend
 COLOURS = (Colour.GPU, Colour.CPU, Colour.GPU_MEMORY, Colour.OTHER, Colour.LINK, "#56b4e9")
 MAX_LINES = 2 * len(COLOURS)  # the second half is dashed
 INK = "#7f8a96"  # readable on light and dark
-HEADROOM = 1.05
 UNITS = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (180.0, 60.0, "minutes"))
 
 Point = tuple[float, float]
@@ -345,7 +344,6 @@ def _shifted(points: list[tuple[float, float]], start_s: float) -> tuple[tuple[f
 
 MAX_CHARACTERS = 2000  # of a prompt or an answer
 ASKS = "raymoe report --samples N"
-NOTHING = "-"
 # Others may have parts of cells outside quotes.
 OUR_ERRORS = frozenset(
     ("ConfigError", "UnknownOptionError", "DecodeError", "CapacityError", "WorkerProcessError",
@@ -399,7 +397,8 @@ def _notes(view: JobView, *, has_samples: bool) -> Iterator[str]:
         yield paragraph(" ".join(said))
     if view.former.num_runs:
         latest = f"the latest took {format_seconds(view.run_s)}"
-        unknown = "" if view.former.elapsed_s is not None else "; how long others took is not known"
+        is_known = view.former.elapsed_s is not None
+        unknown = "" if is_known else "; how long earlier ones took is not known"
         yield paragraph(f"Rows, tokens, time and cost are of all runs; {latest}{unknown}.")
 
 
@@ -487,7 +486,7 @@ def pictures(view: JobView) -> str:
     title = "Over time" + (", in the latest run" if view.former.num_runs else "")
     actors = [actor for actor in view.actors if len(actor.status.history) > 1]
     if not actors:
-        return section(title, paragraph("No actor ran long enough to be seen twice."))
+        return section(title, paragraph("No actor ran long enough for a curve."))
     start_s = min(actor.status.started_unix_s for actor in actors)
     charts = (throughput(actors, start_s), *fills(actors, start_s))
     return section(title, *map(picture, charts))

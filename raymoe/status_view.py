@@ -30,6 +30,7 @@ UNKNOWN_RUNS = FormerRuns(elapsed_s=None, node_s=None)
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6
 MAX_NODES_IN_A_LINE = 6
+NOTHING = "-"  # a cell whose number is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.model.rope import frequencies_by_length, rope_lengths
+from raymoe.model.rope import dynamic_frequencies, inverse_frequencies
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
     EMBEDDING,
@@ -96,6 +96,15 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": functional.softplus,
 }
+
+
+def _frequencies(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
+    """Return inverse frequencies [T, R] of tokens of sequences with these rope lengths."""
+    if spec.kind == "dynamic":
+        return dynamic_frequencies(spec, lengths_T)
+    sets = inverse_frequencies(spec)
+    is_long_T1 = (lengths_T > spec.original_max_tokens)[:, None]
+    return torch.where(is_long_T1, sets[-1], sets[0])
 
 
 @dataclass
@@ -218,8 +227,8 @@ class ReferenceModel:
             nothing = torch.empty(num_tokens, 0)
             return _Rotation(nothing, nothing, is_interleaved=False)
         positions_T = torch.arange(num_tokens)
-        lengths_T = rope_lengths(positions_T, prompt_tokens)
-        inv_TR = frequencies_by_length(rope, lengths_T).to(self._wide)
+        lengths_T = (positions_T + 1).clamp_min(prompt_tokens)
+        inv_TR = _frequencies(rope, lengths_T).to(self._wide)
         angles_TR = positions_T.to(self._wide)[:, None] * inv_TR
         tables = (angles_TR.cos(), angles_TR.sin())
         return _Rotation(

@@ -40,7 +40,6 @@ MAY_IMPORT["measure"] = {*MAY_IMPORT} - {
     "structured",
     "assets",
     "safe_text",
-    "processes",
     "periodic",
 }
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}

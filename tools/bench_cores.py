@@ -25,11 +25,11 @@ from raymoe.device.lane import Call
 from raymoe.engine import rank_model
 from raymoe.engine.engine import Engine
 from raymoe.measure.profile import measure_machine
-from raymoe.plan.device_search import DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
-from raymoe.plan.device_step import DEVICE_RUNTIME_BYTES, logit_bytes
+from raymoe.plan.footprint import DEVICE_RUNTIME_BYTES, logit_bytes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import PAGE_BYTES, Policy
-from raymoe.plan.search import find_plan
+from raymoe.plan.search import Search, find_plan
+from raymoe.plan.sizes import JobOnNode, SearchSpace, Sizes
 from raymoe.plan.work import ModelWork
 from raymoe.runtime import bindings
 from raymoe.schedule.graph import Resource, Task
@@ -123,7 +123,7 @@ def plans_of(model: ModelSpec, node: HardwareSpec, workload: Workload) -> dict[s
         return find_plan(model, node, workload, max_model_len=MAX_MODEL_LEN, **options)  # type: ignore[arg-type]
 
     work = ModelWork.of(model, 2)
-    job = DeviceJob(
+    job = JobOnNode(
         model=model, work=work, hardware=node, workload=workload, max_model_len=MAX_MODEL_LEN
     )
     preset = hardware_preset("a5000")
@@ -136,13 +136,13 @@ def plans_of(model: ModelSpec, node: HardwareSpec, workload: Workload) -> dict[s
         return plan(schedule="micro_batches", policy=dataclasses.replace(policy, device=device))
 
     grid = dataclasses.replace(SearchSpace.of(job), cpu_experts_fraction=(0.0,))
-    streamed = DeviceSearch(DeviceSizes(job)).best(grid)
+    streamed = Search(Sizes(job)).best(grid)
     assert streamed is not None
     ours = plan()
     return {
         "plan": with_pages(ours.policy) if ours.policy.device else ours,
         "core alone": plan(schedule="in_place"),
-        "link alone": with_pages(streamed.steps.policy),
+        "link alone": with_pages(streamed.placement.policy),
     }
 
 

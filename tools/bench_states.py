@@ -21,7 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from raymoe.bench.kernels import STATE_CASES
 from raymoe.device.threads import peak_flop_per_s, set_num_threads, update_bandwidth_bytes_per_s
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_state import scan
+from raymoe.kernels.state import scan
 from raymoe.measure.jobs import StateShape, scan_job
 from raymoe.measure.timing import KernelJob
 

@@ -233,7 +233,7 @@ void bind_state(py::module_& m) {
         },
         py::arg("inputs"), py::arg("weight"), py::arg("bias"), py::arg("states"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("slots"), py::arg("silu"),
-        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_state.py.");
+        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/state.py.");
   m.def("scan",
         [](const TensorView& query, const TensorView& key, const TensorView& value,
            const TensorView& log_decay, const TensorView& gain, const TensorView& states,
@@ -246,7 +246,7 @@ void bind_state(py::module_& m) {
         py::arg("query"), py::arg("key"), py::arg("value"), py::arg("log_decay"),
         py::arg("gain"), py::arg("states"), py::arg("query_start"), py::arg("context_tokens"),
         py::arg("slots"), py::arg("scale"), py::arg("delta"), py::arg("normalize"),
-        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_state.py.");
+        py::arg("out"), py::call_guard<py::gil_scoped_release>(), "See kernels/state.py.");
 }
 
 void bind_sampling(py::module_& m) {

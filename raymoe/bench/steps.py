@@ -20,8 +20,8 @@ from raymoe.device.lane import Lane, ThreadLane
 from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
 from raymoe.engine.load import load_parts
-from raymoe.plan.cost import HostCost, StepShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.cost import StepCost
+from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.builders import build_in_place
@@ -43,9 +43,9 @@ class LaneLatency:
 
     def __str__(self) -> str:
         return (
-            f"from the end of a task to the start of the next: same lane "
-            f"{self.same_lane_s * 1e6:.1f} us, other lane {self.other_lane_s * 1e6:.1f} us "
-            f"(99 %: {self.other_lane_p99_s * 1e6:.1f} us), target {TARGET_S * 1e6:.0f} us"
+            f"time between two tasks of a step: on one thread {self.same_lane_s * 1e6:.1f} us, on "
+            f"two threads {self.other_lane_s * 1e6:.1f} us (99 % below "
+            f"{self.other_lane_p99_s * 1e6:.1f} us), target {TARGET_S * 1e6:.0f} us"
         )
 
 
@@ -96,15 +96,15 @@ class StepKind(enum.StrEnum):
     DECODE = "decode"
 
     @classmethod
-    def of(cls, shape: StepShape) -> "StepKind":
-        if not shape.prefill_tokens:
+    def of(cls, shape: MicroBatchShape) -> "StepKind":
+        if not shape.host.prompt_pairs:
             return cls.DECODE
-        return cls.MIXED if shape.decode_rows else cls.PREFILL
+        return cls.MIXED if shape.host.decode_rows else cls.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
 class StepPair:
-    shape: StepShape
+    shape: MicroBatchShape
     predicted: Timeline
     measured: Timeline
 
@@ -160,7 +160,7 @@ class StepRecorder:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.steps: list[tuple[StepShape, Timeline]] = []
+        self.steps: list[tuple[MicroBatchShape, Timeline]] = []
 
     @property
     def last_timeline(self) -> Timeline:
@@ -182,25 +182,25 @@ class StepRecorder:
         self._runner.close()
 
 
-def shape_of(batch: InputBatch) -> StepShape:
+def shape_of(batch: InputBatch) -> MicroBatchShape:
     """Convert a step to cost-model numbers; a chunk of one token counts as decoding."""
     num_scheduled_tokens = batch.sequences.num_scheduled_tokens
     contexts = batch.sequences.context_tokens.astype(np.int64)
     pairs = num_scheduled_tokens * (2 * contexts - num_scheduled_tokens + 1) // 2
     is_prefill = num_scheduled_tokens > 1
-    return StepShape(
-        tokens=int(num_scheduled_tokens.sum()),
-        attention_pairs=int(pairs.sum()),
+    attention = AttentionShape(
+        rows=int(num_scheduled_tokens.sum()),
+        decode_rows=int((~is_prefill).sum()),
+        pairs=int(pairs[~is_prefill].sum()),
+        prompt_pairs=int(pairs[is_prefill].sum()),
         context_tokens=int(contexts.sum()),
-        logit_rows=len(batch.logit_rows),
-        prefill_tokens=int(num_scheduled_tokens[is_prefill].sum()),
-        prefill_pairs=int(pairs[is_prefill].sum()),
     )
+    return MicroBatchShape(host=attention, logit_rows=len(batch.logit_rows))
 
 
-def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: StepShape) -> Timeline:
+def predict_step(model: ModelSpec, hardware: HardwareSpec, shape: MicroBatchShape) -> Timeline:
     work = ModelWork.of(model, torch.bfloat16.itemsize)
-    return simulate(build_in_place(model.num_layers), HostCost(work, hardware, shape))
+    return simulate(build_in_place(model.num_layers), StepCost(work, hardware, (shape,)))
 
 
 def compare_steps(

@@ -353,7 +353,6 @@ FORMS = {
     "hermes": _form(_CALL, _read_json, "<tool_call>"),
     "mistral": _form(_mistral_blocks, _read_mistral, "[TOOL_CALLS]"),
 }  # fmt: skip
-TOOL_CALL_PARSERS = tuple(FORMS)
 # Their marks are special tokens, which texts usually leave out.
 NEEDS_SPECIAL_TOKENS = frozenset({"mistral", "gpt_oss", "kimi_k2"})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 
 from raymoe._version import __version__
-from raymoe.errors import ConfigError, RaymoeError
+from raymoe.errors import EXIT_BAD_USAGE, ConfigError, RaymoeError
 from raymoe.safe_text import harmless
 from raymoe.shadows import directories_of_workers, find_shadow, first_directory
 from raymoe.specs.files import is_hub_name, read_config
@@ -26,23 +26,23 @@ from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.units import parse_bytes
 
 COMMANDS = {
-    "generate": "Generate text for a table of prompts: parquet or JSONL in and out.",
-    "serve": "Answer OpenAI batches over HTTP, each as a run of generate.",
-    "status": "Show how far a job is, and how its actors do: while it runs, and after it.",
-    "report": "Write a page with pictures of a job: while it runs, and after it.",
-    "demo": "Tidy thousands of messy rows with the bundled model and check the answers.",
-    "plan": "Choose the policy for a model, a node and a job, and predict what it will take.",
-    "models": "List the models and weight formats that run, or say what a given model is.",
-    "compare": "Run schedules side by side on an emulated device, predicted and measured.",
-    "profile": "Measure this machine in a minute: what its cores, memory, GPU and link reach.",
-    "doctor": "Check kernels, schedules and limits of this machine in at most five minutes.",
-    "bench": "Measure engines and schedules on this machine, beside what it could do at most.",
+    "generate": "Generate text for every row of a table of prompts: parquet, JSON lines or CSV.",
+    "serve": "Serve OpenAI's batch API over HTTP; each batch runs as raymoe generate.",
+    "status": "Show the progress of a job and the state of its actors, while it runs or after it.",
+    "report": "Write an HTML page with figures of a job, while it runs or after it.",
+    "demo": "Tidy thousands of messy rows with the included model and check the answers.",
+    "plan": "Choose batch sizes for a model, a node and a job, and predict speed, time and cost.",
+    "models": "List the models and weight formats that run, or say whether a given model runs.",
+    "compare": "Run schedules on an emulated GPU and compare predicted with measured times.",
+    "profile": "Measure in a minute how fast the cores, memory, GPU and link of this machine are.",
+    "doctor": "Check in at most five minutes that this machine computes correctly, and how fast.",
+    "bench": "Measure engines, schedules or kernels, and compare them with what the machine "
+    "allows.",
 }
 STARTS_RAY = {"generate", "serve", "demo"}
 COMPLETE, COMPLETION_OPTIONS = "_RAYMOE_COMPLETE", {"--install-completion", "--show-completion"}
 SLOW_S = 1.0
 EXIT_FAILED = 1
-EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130  # as of a process that SIGINT ends
 
 _USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."
@@ -160,9 +160,9 @@ def _help() -> str:
             "Commands:",
             *lines,
             "",
-            "Every command has --help, and --debug for a traceback.",
+            "Every command has --help, and --debug, which prints the traceback of an error.",
             "--install-completion completes commands and options in this shell.",
-            "Exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted.",
+            "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.",
         )
     )
 
@@ -192,7 +192,9 @@ def model_by_name(text: str) -> ModelSpec:
         config = fetch_config(text)
         return ModelSpec.from_config(read_config(config.parent), name=text)
     raise ConfigError(
-        f"--model {text}: there is no such directory; by name there are {', '.join(MODEL_PRESETS)}"
+        f"--model {text} is neither a directory nor a known model; give a directory with a "
+        f"config.json, a name on the Hugging Face hub (OWNER/NAME), or one of "
+        f"{', '.join(MODEL_PRESETS)}"
     )
 
 

@@ -47,42 +47,44 @@ CPU, GPU = "Suite cpu", "Suite gpu"
 Suite = Annotated[
     str,
     typer.Option(
-        help="Measure engines on the cores of this machine (cpu), or schedules of papers and "
-        "accelerate on one GPU (gpu)."
+        help="Measure engines on the cores of this machine (cpu), or raymoe, the schedules of "
+        "published papers and accelerate on one GPU (gpu)."
     ),
 ]
 Shapes = Annotated[
     list[str],
     typer.Option(
         "--shape",
-        help="Measure with a model of this shape; may be repeated. The suite cpu has "
-        f"{', '.join(SHAPES)}, the suite gpu {', '.join(GPU_SHAPES)}.",
+        help="Use a model with the layer sizes of this one and random weights. Repeat the option "
+        f"for several. The suite cpu has {', '.join(SHAPES)}, the suite gpu "
+        f"{', '.join(GPU_SHAPES)}.",
     ),
 ]
 Workloads = Annotated[
     list[str],
     typer.Option(
         "--workload",
-        help="Measure rows of these lengths; may be repeated. The suite cpu has "
-        f"{', '.join(WORKLOADS)}, the suite gpu {', '.join(GPU_WORKLOADS)}, as published.",
+        help="Run a job whose rows have these lengths. Repeat the option for several. The suite "
+        f"cpu has {', '.join(WORKLOADS)}, the suite gpu {', '.join(GPU_WORKLOADS)}.",
     ),
 ]
 Contenders = Annotated[
     list[str],
     typer.Option(
         "--contender",
-        help="Measure this engine or schedule; may be repeated. The suite cpu has "
+        help="Measure this engine or schedule. Repeat the option for several. The suite cpu has "
         f"{', '.join(CONTENDERS)}, the suite gpu {', '.join(GPU_CONTENDERS)}.",
     ),
 ]
 Repetitions = Annotated[
-    int, typer.Option(min=1, help="Run each so many times and show medians.", rich_help_panel=CPU)
+    int,
+    typer.Option(min=1, help="Run each job this many times and show medians.", rich_help_panel=CPU),
 ]
 Phases = Annotated[
     bool,
     typer.Option(
         "--phases",
-        help="Time the prefill apart, which takes about twice as long.",
+        help="Measure the time of prefill separately, which doubles the time of the suite.",
         rich_help_panel=CPU,
     ),
 ]
@@ -98,22 +100,24 @@ Steps = Annotated[
     bool,
     typer.Option(
         "--steps",
-        help="Hold steps of raymoe against what this machine's profile predicts instead.",
+        help="Compare the measured time of raymoe's steps with the prediction from this machine's "
+        "profile, instead of comparing engines.",
         rich_help_panel=CPU,
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        help="Run on this device: cuda, or emulated, which is made of host memory and tries the "
-        "suite without a GPU.",
+        help="Run on the GPU (cuda), or on an imitation of one in host memory (emulated), which "
+        "tries out the suite without a GPU.",
         rich_help_panel=GPU,
     ),
 ]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="Let --device emulated take as long as this GPU, such as l4, t4 or a5000.",
+        help="Let the emulated device take as long as this GPU would, such as l4, t4 or a5000; l4 "
+        "by default.",
         rich_help_panel=GPU,
     ),
 ]
@@ -122,7 +126,8 @@ DeviceMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Use at most so much memory of the GPU, like a smaller one; 16GiB by default.",
+        help="Use at most this much memory of the GPU, as if it were a smaller one; 16GiB by "
+        "default.",
         rich_help_panel=GPU,
     ),
 ]
@@ -131,7 +136,7 @@ HostMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Use at most so much host memory; by default 0.85 of what is available.",
+        help="Use at most this much host memory; by default 85 % of what is available.",
         rich_help_panel=GPU,
     ),
 ]
@@ -139,7 +144,8 @@ Layers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Use only so many layers of each shape; by default as many as memory and time allow.",
+        help="Use only this many layers of each model; by default as many as memory and time "
+        "allow.",
         rich_help_panel=GPU,
     ),
 ]
@@ -147,8 +153,8 @@ PartLimit = Annotated[
     float,
     typer.Option(
         min=10,
-        help="Give each part so many seconds; its rows are chosen to fill them, and a part that "
-        "takes longer has failed.",
+        help="Choose the number of rows so that each measurement takes at most this many seconds; "
+        "one that takes longer has failed.",
         rich_help_panel=GPU,
     ),
 ]
@@ -156,26 +162,31 @@ SuiteLimit = Annotated[
     float,
     typer.Option(
         min=10,
-        help="Begin no part that could end after so many seconds.",
+        help="Begin no measurement that could end later than this many seconds after the start.",
         rich_help_panel=GPU,
     ),
 ]
 MaxRows = Annotated[
-    int, typer.Option(min=1, help="Give no part more rows than this.", rich_help_panel=GPU)
+    int,
+    typer.Option(
+        min=1, help="Use at most this many rows in each measurement.", rich_help_panel=GPU
+    ),
 ]
 Again = Annotated[
     bool,
     typer.Option(
         "--again",
-        help="Run parts again that --out has results of; those that failed run again anyway.",
+        help="Also repeat measurements whose results are in the directory of --out; those that "
+        "failed are repeated anyway.",
         rich_help_panel=GPU,
     ),
 ]
 NumThreads = Annotated[
-    int | None, typer.Option(min=1, help="Compute with so many threads; all cores by default.")
+    int | None,
+    typer.Option(min=1, help="Compute with this many threads; by default one for each core."),
 ]
 Out = Annotated[
-    Path, typer.Option(help="Keep checkpoints, results and pictures in this directory.")
+    Path, typer.Option(help="Write checkpoints, results and figures to this directory.")
 ]
 
 
@@ -217,14 +228,14 @@ def run_engines(options: CpuOptions, *, has_phases: bool) -> None:
             lines.flush()
             results.append(result)
     Console().print(_table(results))
-    console.print(f"one JSON line for each in {out / 'results.jsonl'}", style="dim")
+    console.print(f"each result is a line of {out / 'results.jsonl'}", style="dim")
 
 
 def _check_names(**options: tuple[Iterable[str], Collection[str]]) -> None:
     for name, (chosen, known) in options.items():
         for value in chosen:
             if value not in known:
-                raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+                raise ConfigError(f"--{name} is {value!r}; the suite cpu takes {', '.join(known)}")
 
 
 def run_steps(options: CpuOptions) -> None:
@@ -239,7 +250,7 @@ def run_steps(options: CpuOptions) -> None:
 
 
 def _step_table(name: str, kinds: Iterable[KindTimes]) -> Table:
-    title = f"{name}: steps predicted with this machine's profile; gaps in %"
+    title = f"{name}: measured steps beside the prediction from this machine's profile; gaps in %"
     table = Table(title=title, pad_edge=False)
     for column in ("steps", "predicted", "measured", "gap", *STEP_OPS):
         table.add_column(column, justify="right", no_wrap=True)
@@ -257,7 +268,7 @@ def _step_table(name: str, kinds: Iterable[KindTimes]) -> Table:
 def run_kernels(num_threads: int, repetitions: int) -> None:
     """Hold kernels against what the machine can do."""
     set_num_threads(num_threads, num_torch_threads=1)
-    table = Table(title="kernels beside what the machine can do")
+    table = Table(title="kernels beside the limit of the machine")
     for column in ("kernel", "case", "bound by"):
         table.add_column(column)
     for column in ("rate", "limit", "of limit"):
@@ -288,7 +299,7 @@ def run_kernels(num_threads: int, repetitions: int) -> None:
                 f"{limit / GB:.1f} {unit}",
                 f"{100 * rate.share_of_limit:.0f} %",
             )
-    Console().print(f"lanes: {measure_lanes()}")
+    Console().print(f"{measure_lanes()}")
 
 
 def _table(results: list[Result]) -> Table:
@@ -318,7 +329,7 @@ def _table(results: list[Result]) -> Table:
 
 
 DEVICES = ("cuda", "emulated")
-EMULATED_BY_DEFAULT = "l4"
+SUITE_HARDWARE = "l4"  # that the emulated device is as fast as, by default
 DEFAULT_DEVICE_MEMORY = 16 * GIB  # so that a large card, too, has to move weights
 
 
@@ -363,23 +374,24 @@ def run_gpu(options: GpuOptions) -> None:
     for group in groups_of(read_results(options.out / RESULTS)):
         if any(result.key in keys for result in group.results):
             _print(group)
-    report(f"{options.out / RESULTS} has a line for each part, {path} tables and pictures")
+    report(f"{options.out / RESULTS} has a line for each measurement, {path} tables and figures")
     failed = [result.settings.name for result in results if result.status == Status.FAILED]
     if failed:
         raise ExecutionError(
-            f"{len(failed)} of {len(results)} parts failed ({', '.join(failed)}); their logs are "
-            f"in {options.out / 'logs'}; the same command runs them again"
+            f"{len(failed)} of {len(results)} measurements failed ({', '.join(failed)}); their "
+            f"logs are in {options.out / 'logs'}; the same command repeats them"
         )
 
 
 def _suite_of(options: GpuOptions) -> SuiteSettings:
     if options.device not in DEVICES:
-        raise UnknownOptionError(options.device, DEVICES, "device of the GPU suite")
+        raise UnknownOptionError(options.device, DEVICES, "--device")
     if options.device == "cuda" and options.hardware is not None:
         raise ConfigError(
-            f"--hardware {options.hardware} sets the pace of --device emulated; a GPU has its own"
+            f"--hardware {options.hardware} is for --device emulated; leave it out, as --device "
+            "cuda measures the GPU of this machine"
         )
-    hardware = options.hardware or EMULATED_BY_DEFAULT
+    hardware = options.hardware or SUITE_HARDWARE
     return SuiteSettings(
         node=NodeSettings(
             device=options.device,
@@ -404,7 +416,7 @@ def _known(
 ) -> list[str]:
     for name in given:
         if name not in known:
-            raise UnknownOptionError(name, known, f"{where} of the GPU suite")
+            raise UnknownOptionError(name, known, f"--{where} of the suite gpu")
     return given or list(default)
 
 
@@ -453,16 +465,16 @@ def run(  # noqa: PLR0913 - the options of a command
     max_rows: MaxRows = 8192,
     again: Again = False,
 ) -> None:
-    """Measure generated tokens per second of whole jobs on random weights, or kernels, or steps.
+    """Measure the tokens per second that whole jobs generate with random weights.
 
-    Rows are greedy and generate every token. Each rate stands beside a bound: for each phase the
-    longer of its operations at 0.94 of the measured bfloat16 peak and its bytes at the measured
-    bandwidth.
+    Rows are greedy and generate all of their tokens. Beside each rate is the limit of the machine:
+    for prefill and for decode the longer of its operations at 94 % of the measured bfloat16 peak
+    and its bytes at the measured bandwidth.
 
-    The suite gpu measures parts (a shape, a workload, a contender) for 40 minutes, the most
-    interesting ones first. The same command goes on where it was stopped, and leaves gpu.jsonl,
-    report.md and pictures in --out. Its bound is that of the whole job: weights over the link,
-    weights and KV cache out of host memory, and operations.
+    The suite gpu measures every combination of model, lengths and engine for 40 minutes, the most
+    interesting ones first. The same command continues where it was stopped, and leaves gpu.jsonl,
+    report.md and figures in the directory of --out. Its limit is that of the whole job: weights
+    over the link, weights and KV cache read from host memory, and operations.
     """
     if suite not in SUITES:
         raise UnknownOptionError(suite, SUITES, "suite")

@@ -22,22 +22,23 @@ from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.host import make_batch
 from raymoe.memory.weights import WeightStore
-from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.cost import StepCost
+from raymoe.plan.placement import layer_sizes
 from raymoe.plan.policy import PAGE_BYTES, DevicePolicy, Policy
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.runtime.micro_batches import CutBatch
 from raymoe.schedule.builders import MAX_MICRO_BATCHES, STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_chrome_trace, draw_svg
 from raymoe.schedule.graph import Resource, Schedule
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.timeline import Instant, Timeline, bound_by, compare, gap, simulate
 from raymoe.specs.files import write_file
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.units import GIB, ceil_div, format_seconds
 
-BYTES_PER_ELEMENT = 2  # of the weights and the cache whose costs are taken
 STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a micro-batch, where another model sets the pace
 
 
@@ -97,18 +98,18 @@ def compare_schedules(
 
     Args:
         model: Directory of the model that computes.
-        hardware: Whose pace is emulated; it must have a GPU.
-        costs_of: The model whose numbers set the pace; that of `model` by default.
+        hardware: Its speed is emulated; it must have a GPU.
+        costs_of: The model by whose sizes the time of a layer is computed; `model` by default.
         time_scale: Emulated seconds per second of the hardware; figures are divided by it.
 
     Raises:
-        ConfigError: The model that sets the pace has fewer layers.
+        ConfigError: `costs_of` has fewer layers than `model`.
     """
     spec = ModelSpec.from_directory(model)
     if costs_of is not None and costs_of.num_layers < spec.num_layers:
         raise ConfigError(
-            f"{model} has {spec.num_layers} layers, {costs_of.name} has {costs_of.num_layers}; "
-            "the model that sets the pace needs at least as many as the one that computes"
+            f"--costs-of {costs_of.name} has {costs_of.num_layers} layers; it needs at least the "
+            f"{spec.num_layers} of --model {model}"
         )
     if costs_of is not None:
         costs_of = replace(costs_of, layers=costs_of.layers[: spec.num_layers])
@@ -192,26 +193,25 @@ class _Run:
 
     def _page_bytes(self) -> int:
         """Pages of the computing model, about as many as those of the one that sets the pace."""
-        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BYTES_PER_ELEMENT)
+        ratio = self._layer_bytes(self._spec, 4) / self._layer_bytes(self._paced, BFLOAT16_BYTES)
         return max(1, int(self._step.page_bytes * ratio))
 
     @staticmethod
     def _layer_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
-        return layer_pages(spec, bytes_per_element, page_bytes=1 << 50).streamed_bytes
+        return sum(size.total for size in layer_sizes(spec, bytes_per_element))
 
-    def _cost(self, schedule: Schedule, model: RankModel) -> DeviceCost:
-        scale = self._layer_bytes(self._paced, BYTES_PER_ELEMENT) / self._layer_bytes(self._spec, 4)
+    def _cost(self, schedule: Schedule, model: RankModel) -> StepCost:
+        scale = self._layer_bytes(self._paced, BFLOAT16_BYTES) / self._layer_bytes(self._spec, 4)
         rows = self._step.num_rows // self._num_micro_batches
         micro_batch = MicroBatchShape.decode(
-            rows, self._step.context, model.steps.cpu_attention_fraction
+            rows, self._step.context, model.placement.cpu_attention_fraction
         )
-        return DeviceCost.of_schedule(
+        return StepCost.of_schedule(
             schedule,
-            ModelWork.of(self._paced, BYTES_PER_ELEMENT),
+            ModelWork.of(self._paced, BFLOAT16_BYTES),
             self._hardware,
             micro_batches=(micro_batch,) * self._num_micro_batches,
-            page_bytes=_scaled(model.steps.cut, scale),
-            group_shares=model.steps.cut.group_shares,
+            layers=tuple(_scaled(layer, scale) for layer in model.placement.layers),
         )
 
 
@@ -225,8 +225,8 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _scaled(cut: PageCut, scale: float) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(round(scale * size) for size in pages) for pages in cut.page_bytes)
+def _scaled(layer: LayerPlacement, scale: float) -> LayerPlacement:
+    return replace(layer, page_bytes=tuple(round(scale * size) for size in layer.page_bytes))
 
 
 def share(text: object) -> float:
@@ -240,7 +240,9 @@ def share(text: object) -> float:
 ResidentShare = Annotated[
     float,
     typer.Option(
-        parser=share, metavar="SHARE", help="Keep this share of the weights on the device."
+        parser=share,
+        metavar="SHARE",
+        help="Keep this share of the weights on the device, from 0 to 1.",
     ),
 ]
 PageBytes = Annotated[
@@ -248,43 +250,58 @@ PageBytes = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Copy weights in pages of at most this size, such as 64MiB.",
+        help="Copy weights in pages of at most this size.",
+        show_default="64MiB",
     ),
 ]
 CpuAttentionFraction = Annotated[
     float,
     typer.Option(
-        parser=share, metavar="SHARE", help="Let the CPU attend for this share of the rows."
+        parser=share,
+        metavar="SHARE",
+        help="Compute attention on the CPU for this share of the sequences, from 0 to 1.",
     ),
 ]
-Model = Annotated[Path, typer.Option(help="Compute with the model in this directory.")]
+Model = Annotated[
+    Path, typer.Option(help="Compute with the model in this directory, which may be small.")
+]
 Hardware = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Take as long as this GPU would, such as t4, l4 or a5000."),
+    typer.Option(
+        metavar="NAME", help="Let each task take as long as on this GPU, such as t4, l4 or a5000."
+    ),
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Run this schedule; may be repeated; all by default."),
+    typer.Option(
+        metavar="NAME",
+        help="Run this schedule; by default all are run. Repeat the option for several.",
+    ),
 ]
 CostsOf = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Take as long as the first layers of this model, such as mixtral-8x7b."
+        metavar="NAME",
+        help="Let each layer take as long as one of this model, such as mixtral-8x7b, instead of "
+        "the model of --model.",
     ),
 ]
 MicroBatches = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Divide the step into so many micro-batches.")
+    int, typer.Option(min=1, metavar="N", help="Divide the step into this many micro-batches.")
 ]
 Rows = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Decode so many sequences in each micro-batch.")
+    int, typer.Option(min=1, metavar="N", help="Decode this many sequences in each micro-batch.")
 ]
 Context = Annotated[
-    int, typer.Option(min=2, metavar="N", help="Let each sequence have so many tokens.")
+    int, typer.Option(min=2, metavar="N", help="Let each sequence have this many tokens.")
 ]
 TimeScale = Annotated[
     float,
     typer.Option(
-        min=0.001, metavar="X", help="Take so many times as long, and divide the figures by it."
+        min=0.001,
+        metavar="X",
+        help="Let everything take this many times as long, so that this machine keeps up; the "
+        "figures are divided by it.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Write schedules.svg and trace.json to this directory.")]
@@ -307,11 +324,11 @@ def run(  # noqa: PLR0913 - the options of a command
     out: Out = Path("raymoe-compare"),
     as_json: AsJson = False,
 ) -> None:
-    """Run one decode step by each schedule on a device that is made of host memory.
+    """Run one decode step by each schedule on an emulated GPU, whose memory is host memory.
 
     Every schedule computes the same tokens with the same kernels, and each task takes as long as
-    it would on the hardware. Written are a Gantt chart of all schedules on one axis, predicted
-    above measured, and a trace for chrome://tracing or Perfetto.
+    it would on the GPU of --hardware. The command writes a Gantt chart of all schedules on one
+    axis, predicted above measured, and a trace for chrome://tracing or Perfetto.
     """
     names = schedule or list(STREAMING_BUILDERS)
     _check_names(names)
@@ -379,7 +396,9 @@ def _plain(each: Comparison) -> dict[str, Any]:
 
 def _table(comparisons: list[Comparison], title: str) -> Table:
     """No wider than 80 columns."""
-    table = Table(title=f"{title}; busy share of lanes in %", box=None, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"{title}; gpu, cpu, htod, dtoh: busy time in %", box=None, padding=(0, 1, 0, 0)
+    )
     table.add_column("schedule", no_wrap=True)
     for column in ("predicted", "measured", "gap %", *LANES, "bound", "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -33,21 +33,27 @@ INPUT_NAME, OUTPUT_NAME = "prompts.parquet", "answers"
 
 def run(
     *,
-    rows: Annotated[int, typer.Option(min=1, help="Messy rows to make and tidy.")] = 6000,
+    rows: Annotated[int, typer.Option(min=1, help="Make and tidy this many messy rows.")] = 6000,
     output: Annotated[
-        Path, typer.Option(help="Directory for prompts and answers; replaced by each run.")
+        Path,
+        typer.Option(help="Write prompts and answers to this directory; each run replaces it."),
     ] = Path("raymoe-demo"),
-    seed: Annotated[int, typer.Option(min=0, max=999_999, help="Of the rows.")] = 0,
-    num_actors: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=999_999, help="Make other rows with another seed.")
+    ] = 0,
+    num_actors: Annotated[
+        int, typer.Option(min=1, help="Run this many engines, each in an actor of Ray.")
+    ] = 1,
     min_accuracy: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Exit with 1 below this exact match, 0..1.")
+        float | None,
+        typer.Option(min=0, max=1, help="Fail if a smaller share of the answers is right."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray.")] = False,
 ) -> None:
-    """Tidy thousands of messy rows with the bundled model, and check every answer.
+    """Tidy thousands of messy rows with the included model, and check every answer.
 
     The model is a small Mixture-of-Experts trained on this task; none of the rows was seen in
-    training. Needs no network and no GPU.
+    training. It needs neither a network nor a GPU.
     """
     input_path = _write_prompts(output, rows, seed)
     source = open_source(str(input_path), id_column="id")

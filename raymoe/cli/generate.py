@@ -56,7 +56,7 @@ MACHINE = "Machine"
 Model = Annotated[
     str,
     typer.Option(
-        help="The directory of the model, or its name on the Hugging Face hub.",
+        help="Use the model in this directory, or of this name on the Hugging Face hub.",
         metavar="DIR|NAME",
         rich_help_panel=START,
     ),
@@ -65,8 +65,8 @@ Input = Annotated[
     str,
     typer.Option(
         "--input",
-        help="The rows: parquet, JSON lines, CSV with a header, Arrow, or a dataset that "
-        "save_to_disk wrote. It takes a file, a directory, a glob, or a URI such as s3://jobs/in.",
+        help="Read the rows from this file, directory, glob, or URI such as s3://jobs/in. They are "
+        "parquet, JSON lines, CSV with a header, Arrow, or a dataset that save_to_disk wrote.",
         metavar="PATH",
         rich_help_panel=START,
     ),
@@ -74,8 +74,8 @@ Input = Annotated[
 Output = Annotated[
     str,
     typer.Option(
-        help="Where the rows go with their answers: a directory for parquet, or a file that ends "
-        "in .jsonl. URIs such as s3://jobs/out work too.",
+        help="Write the rows with their answers here: to a directory as parquet, or to a file that "
+        "ends in .jsonl. URIs such as s3://jobs/out work too.",
         metavar="PATH",
         rich_help_panel=START,
     ),
@@ -93,7 +93,8 @@ Limit = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Generate only the first rows; --resume without it goes on with the others.",
+        help="Generate only the first N rows; --resume without this option continues with the "
+        "others.",
         show_default=False,
         metavar="N",
         rich_help_panel=START,
@@ -102,8 +103,8 @@ Limit = Annotated[
 PromptColumn = Annotated[
     str,
     typer.Option(
-        help="The column with the prompts, as text or lists of token ids. The model gets them as "
-        "they are, without its chat template.",
+        help="Read the prompts from this column, as text or lists of token ids. The model gets "
+        "them as they are, without its chat template.",
         metavar="NAME",
         rich_help_panel=PROMPTS,
     ),
@@ -115,8 +116,8 @@ PromptText = Annotated[
         metavar="TEXT|@FILE",
         help="Make the prompt of each row from its columns by a Jinja template, such as "
         "'Summarise: {{ text }}'. The model gets the result as it is; for its chat template add "
-        "--system-prompt. A row with null in a column that is written becomes an error row, but "
-        "for {{ text or '' }}.",
+        "--system-prompt. A row with null in a column of the template becomes an error row; "
+        "{{ text or '' }} writes nothing instead.",
         show_default=False,
         rich_help_panel=PROMPTS,
     ),
@@ -136,7 +137,7 @@ SystemText = Annotated[
 MessagesColumn = Annotated[
     str,
     typer.Option(
-        help="The column with chats, as lists of messages or JSON text of them. A row has a "
+        help="Read chats from this column, as lists of messages or JSON text of them. A row has a "
         "prompt or messages.",
         metavar="NAME",
         rich_help_panel=PROMPTS,
@@ -145,8 +146,8 @@ MessagesColumn = Annotated[
 IdColumn = Annotated[
     str | None,
     typer.Option(
-        help="The column with unique ids. --resume needs one, and with one the samples of a row "
-        "do not depend on other rows.",
+        help="Tell rows apart by the unique ids in this column. --resume needs it, and with it the "
+        "samples of a row do not depend on other rows.",
         show_default=False,
         metavar="NAME",
         rich_help_panel=PROMPTS,
@@ -155,7 +156,7 @@ IdColumn = Annotated[
 ToolsColumn = Annotated[
     str | None,
     typer.Option(
-        help="The column with the tools that messages may call.",
+        help="Read the tools that messages may call from this column.",
         show_default=False,
         metavar="NAME",
         rich_help_panel=PROMPTS,
@@ -165,7 +166,8 @@ TemplateKwargs = Annotated[
     str,
     typer.Option(
         "--chat-template-kwargs",
-        help='Arguments of the chat template as a JSON object, such as {"enable_thinking": false}.',
+        help="Give the chat template the arguments in this JSON object, such as "
+        '{"enable_thinking": false}.',
         metavar="JSON",
         rich_help_panel=PROMPTS,
     ),
@@ -182,7 +184,7 @@ SplitSpecial = Annotated[
 OnTooLong = Annotated[
     str,
     typer.Option(
-        help=f"What happens to a prompt that is too long, one of {', '.join(ON_TOO_LONG)}.",
+        help=f"Do this with a prompt that is too long, one of {', '.join(ON_TOO_LONG)}.",
         metavar="WORD",
         rich_help_panel=PROMPTS,
     ),
@@ -190,7 +192,7 @@ OnTooLong = Annotated[
 MaxTokens = Annotated[
     int,
     typer.Option(
-        help="The largest number of tokens that is generated for an answer.",
+        help="Generate at most this many tokens for an answer.",
         metavar="N",
         rich_help_panel=ANSWERS,
     ),
@@ -198,7 +200,7 @@ MaxTokens = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        help="How freely tokens are chosen: 0 always takes the best one, 1 samples from the "
+        help="Choose tokens this freely: 0 always takes the best one, 1 samples from the "
         "model's probabilities.",
         metavar="X",
         rich_help_panel=ANSWERS,
@@ -255,7 +257,7 @@ JsonSchema = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        help="The seed of the samples; another one gives other answers.",
+        help="Sample with this seed; another one gives other answers.",
         metavar="N",
         rich_help_panel=ANSWERS,
     ),
@@ -271,7 +273,7 @@ IgnoreEos = Annotated[
 MoreParams = Annotated[
     str,
     typer.Option(
-        help="Further sampling parameters as a JSON object, such as "
+        help="Set further sampling parameters by a JSON object, such as "
         '{"repetition_penalty": 1.1}; the guide lists them.',
         metavar="JSON",
         rich_help_panel=ANSWERS,
@@ -315,8 +317,8 @@ Form = Annotated[
     str,
     typer.Option(
         "--format",
-        help=f"What JSON lines are, one of {', '.join(FORMS)}. Requests of an OpenAI batch bring "
-        "their own parameters and are answered as responses.",
+        help=f"Read JSON lines as this, one of {', '.join(FORMS)}. Requests of an OpenAI batch "
+        "bring their own parameters and are answered as responses.",
         metavar="WORD",
         rich_help_panel=FILES,
     ),
@@ -356,9 +358,7 @@ NoJournal = Annotated[
 ]
 Currency = Annotated[
     str,
-    typer.Option(
-        help="Currency of --price-per-hour, named with each cost.", rich_help_panel=MACHINE
-    ),
+    typer.Option(help="Name this currency with each cost.", rich_help_panel=MACHINE),
 ]
 Report = Annotated[
     bool,
@@ -371,7 +371,7 @@ Report = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"The type of numbers to compute with, one of {', '.join(DTYPES)}.",
+        help=f"Compute with numbers of this type, one of {', '.join(DTYPES)}.",
         metavar="WORD",
         rich_help_panel=MACHINE,
     ),
@@ -379,7 +379,9 @@ Dtype = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        help=f"What computes, one of {', '.join(DEVICES)}.", metavar="WORD", rich_help_panel=MACHINE
+        help=f"Compute on this device, one of {', '.join(DEVICES)}.",
+        metavar="WORD",
+        rich_help_panel=MACHINE,
     ),
 ]
 NumActors = Annotated[
@@ -395,7 +397,7 @@ BatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Hand this many rows at a time to an engine, which batches them as it likes; the "
+        help="Hand this many rows at a time to an engine, which forms its own batches of them; the "
         "plan chooses if none is given.",
         metavar="N",
         rich_help_panel=MACHINE,
@@ -460,7 +462,7 @@ EngineOptions = Annotated[
 Price = Annotated[
     float | None,
     typer.Option(
-        help="The price of a node for an hour, to show what tokens cost.",
+        help="Show what tokens cost if a node costs this much an hour.",
         show_default=False,
         metavar="X",
         rich_help_panel=MACHINE,
@@ -472,7 +474,7 @@ Verbose = Annotated[
 Task = Annotated[
     str,
     typer.Option(
-        help=f"What is done with each row, one of {', '.join(TASKS)}.",
+        help=f"Do this with each row, one of {', '.join(TASKS)}.",
         metavar="WORD",
         rich_help_panel=TASKS_PANEL,
     ),
@@ -481,7 +483,7 @@ TaskOptionsText = Annotated[
     str,
     typer.Option(
         "--task-options",
-        help="Options of the task as a JSON object, such as "
+        help="Set the options of the task by a JSON object, such as "
         '{"labels": ["yes", "no"]} for classify.',
         metavar="JSON",
         rich_help_panel=TASKS_PANEL,

@@ -31,6 +31,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import other_format
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.units import format_bytes
 
 Source = Annotated[
@@ -69,7 +70,7 @@ def run(
     if Path(model).is_dir():
         checked = _check_weights(spec, Path(model))
     else:
-        checked = "its weights were not looked at"
+        checked = "its weights were not checked"
     console.print(f"It runs; {checked}.", style="bold")
 
 
@@ -98,7 +99,7 @@ def _as_json(text: str) -> dict[str, object]:
         "max_model_len": spec.max_model_len,
         "weight_format": "none" if spec.quantization is None else spec.quantization.name,
         "weight_bytes": spec.stored_bytes,
-        "kv_bytes_per_token": spec.kv_bytes_per_token(KV_BYTES),
+        "kv_bytes_per_token": spec.kv_bytes_per_token(BFLOAT16_BYTES),
         "differs_from_transformers": differences_of(spec),
         "checked": _check_weights(spec, Path(text)) if is_directory else "",
     }
@@ -136,12 +137,11 @@ def _check_weights(spec: ModelSpec, directory: Path) -> str:
 
 
 Row = tuple[str, str]
-KV_BYTES = 2  # bfloat16
 
 
 def families_table() -> Table:
     """What runs: blocks and formats of each family, and what its tokens were compared with."""
-    caption = f"each in every weight format, on CPU and GPU; tokens compared with {TESTED_WITH}"
+    caption = f"each runs in every weight format, on CPU and GPU; compared with {TESTED_WITH}"
     table = Table(title="families", caption=caption)
     for column in ("model_type", "attention", "experts", "by name"):
         table.add_column(column)
@@ -171,7 +171,9 @@ def _attention_of_family(family: Family) -> str:
 
 def formats_table() -> Table:
     """Every way of storing weights that is known."""
-    caption = "with every family, on CPU and GPU; activations stay in the type of the computation"
+    caption = (
+        "each runs with every family, on CPU and GPU; only weights are quantised, not activations"
+    )
     table = Table(title="weight formats", caption=caption)
     table.add_column("quant_method")
     table.add_column("weights")
@@ -199,7 +201,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     yield "family", f"{spec.model_type} ({FAMILIES[spec.model_type].architecture})"
     yield (
         "parameters",
-        f"{_billions(spec.num_parameters)}, {_billions(spec.num_active_parameters)} of a token",
+        f"{_billions(spec.num_parameters)}, {_billions(spec.num_active_parameters)} active",
     )
     yield (
         "size",
@@ -212,11 +214,14 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         yield "network", f"{count} layers: {_ffn(ffn)}"
     formats = "as trained" if spec.quantization is None else spec.quantization.name
     yield "weights", f"{format_bytes(spec.stored_bytes)}, {formats} ({spec.dtype or 'bfloat16'})"
-    yield "KV cache of a token", f"{format_bytes(spec.kv_bytes_per_token(KV_BYTES))} in bfloat16"
+    yield (
+        "KV cache of a token",
+        f"{format_bytes(spec.kv_bytes_per_token(BFLOAT16_BYTES))} in bfloat16",
+    )
     if spec.has_states:
-        yield "states of a sequence", format_bytes(spec.state_bytes(KV_BYTES))
+        yield "states of a sequence", format_bytes(spec.state_bytes(BFLOAT16_BYTES))
     for difference in differences_of(spec):
-        yield "differs on purpose", difference
+        yield "differs from transformers", difference
 
 
 def _attention(attention: AnyAttentionSpec) -> str:
@@ -230,7 +235,8 @@ def _attention(attention: AnyAttentionSpec) -> str:
             f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "
             f"{attention.rope_head_dim}"
         )
-    notes = [f"{attention.num_heads} heads, {attention.num_kv_heads} of KV, {attention.head_dim}"]
+    heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} KV heads"
+    notes = [f"{heads}, head dimension {attention.head_dim}"]
     if attention.sliding_window is not None:
         notes.append(f"window of {attention.sliding_window:,}")
     if attention.has_sinks:
@@ -256,4 +262,4 @@ def _router(router: RouterSpec) -> str:
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:,.1f} B"
+    return f"{count / 1e9:,.1f} B" if count >= 1e8 else f"{count / 1e6:,.1f} M"

@@ -38,9 +38,11 @@ from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
     GENERATE,
     JOB_FILE,
+    LAST_WRITE_S,
     NO_RUNS,
     RUNNING,
     SUFFIX,
+    WRITE_EVERY_S,
     FormerRuns,
     JobStatus,
     Pairs,
@@ -60,6 +62,7 @@ from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
 from raymoe.memory.weights import WeightStore
 from raymoe.periodic import Periodic
+from raymoe.plan.prediction import ROWS_OF_A_PART
 from raymoe.safe_text import harmless
 from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
@@ -67,8 +70,6 @@ from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView
 from raymoe.units import CURRENCY, MIB
 
-WRITE_EVERY_S = 2.0
-LAST_WRITE_S = 10.0
 LAST_WORDS_S, LOOK_EVERY_S = 10.0, 0.05
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class JobWatch:
 
 
 # A part has this much, or what came in this time; the parts of a young job are smaller.
-ROWS_PER_PART, BYTES_PER_PART, BLOCKS_PER_PART = 8192, 32 * MIB, 1024
+BYTES_PER_PART, BLOCKS_PER_PART = 32 * MIB, 1024
 FLUSH_EVERY_S, FLUSH_SHARE = 60.0, 0.1
 MAX_WRITES, WRITE_RETRIES, SAVE_S = 4, 10, 60.0
 PROMPT_COLUMNS = {"prompt_column": "prompt", "messages_column": "messages", "tools_column": None}
@@ -242,8 +243,9 @@ def run_job(job: Job, console: Console) -> JobView:
         console.print(f"{stop}: {describe_kept(job, run_stats)}")
         raise
     if run_stats.num_cut:
-        console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers end at their limit "
-                      "of tokens; a larger --max-tokens lets them go on")  # fmt: skip
+        console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers were cut off at "
+            "their largest number of tokens; a larger --max-tokens lets them end by "
+            "themselves")  # fmt: skip
     return watch.view
 
 
@@ -396,7 +398,7 @@ class _Parts:
         self._num_bytes += block.metadata.size_bytes
         self._collect(0)
         is_full = (
-            self._num_rows >= ROWS_PER_PART
+            self._num_rows >= ROWS_OF_A_PART
             or self._num_bytes >= BYTES_PER_PART
             or len(self._blocks) >= BLOCKS_PER_PART
         )
@@ -524,7 +526,7 @@ def innermost_reason(error: BaseException) -> str:
 
 
 STDERR = 2
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+RAY_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 OBJECT_STORE_BYTES = 400 * MIB
@@ -592,7 +594,7 @@ def _start(*, verbose: bool) -> None:
 
 def _ensure_token() -> None:
     """Give a local Ray its token by the environment if it cannot write `~/.ray/auth_token`."""
-    if {TOKEN_VARIABLE, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"} & os.environ.keys():
+    if {RAY_TOKEN_VARIABLE, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"} & os.environ.keys():
         return
     try:
         directory = Path("~/.ray").expanduser()
@@ -603,7 +605,7 @@ def _ensure_token() -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home at all
         reason = str(error)
     logger.warning("no home to write to (%s): Ray's token is only in this process", reason)
-    os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)
+    os.environ[RAY_TOKEN_VARIABLE] = secrets.token_hex(32)
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from raymoe.cli import model_by_name, size
 from raymoe.cli.checks import check_money, check_number
 from raymoe.config import DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS, DeviceStep, StreamedSteps
 from raymoe.plan.draw import roofline_picture, throughput_picture
+from raymoe.plan.placement import Placement
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
-from raymoe.plan.policy import DevicePolicy, Footprint
+from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Footprint
 from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
     MAX_NODES,
@@ -43,7 +43,7 @@ from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
-from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS
+from raymoe.specs.weight_format import PLAIN_FORMATS
 from raymoe.specs.workload import TASKS, Workload
 from raymoe.units import CURRENCY, GB, GIB, format_bytes, format_seconds
 
@@ -104,37 +104,36 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
     yield "schedule", plan.schedule
     if plan.note:
         yield "device", plan.note
-    entry = ", which enter at a steady rate" if policy.steady_admission else ""
+    entry = ", admitted at a constant rate" if policy.steady_admission else ""
     yield "batch", f"{policy.max_num_seqs:,} sequences{entry}"
     yield (
         "step",
         f"{policy.max_num_batched_tokens:,} tokens, "
-        f"{policy.max_prefill_chunk_tokens:,} of a prompt at most",
+        f"at most {policy.max_prefill_chunk_tokens:,} of one prompt",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
-    if isinstance(plan.steps, DeviceStep):
-        yield from _device_rows(plan.steps.steps)
+    if plan.steps.placement.streams:
+        yield from _device_rows(plan.steps.placement)
 
 
-def _device_rows(steps: StreamedSteps) -> Iterator[Row]:
-    device, share = steps.device, 100 * steps.cpu_attention_fraction
-    yield "micro-batches of a step", str(steps.num_micro_batches)
-    if steps.schedule == "micro_batches":  # the others fix these themselves
-        yield "micro-batches that attend ahead", str(device.look_ahead)
-        yield "experts run", _group(device)
-    if any(size.has_states for size in steps.cut.sizes):
+def _device_rows(placement: Placement) -> Iterator[Row]:
+    device, share = placement.device, 100 * placement.cpu_attention_fraction
+    yield "micro-batches of a step", str(placement.num_micro_batches)
+    if placement.schedule == "micro_batches":  # the others fix these themselves
+        yield "look-ahead of attention", f"{device.look_ahead} micro-batches"
+        yield "experts are computed", _group(device)
+    if any(size.has_states for size in placement.sizes):
         yield "states", "on the GPU" if device.states_on_device else "in host memory"
     yield "decode attention", f"{share:.0f} % on the CPU, {100 - share:.0f} % on the GPU"
     if device.cpu_experts_fraction:
         on_cores = f"{100 * device.cpu_experts_fraction:.3g} % of those that stream"
         yield "experts on the CPU", f"in each step none, {on_cores}, or all, whichever is fastest"
-    cut = steps.cut
-    rest = f"the rest in pages of {format_bytes(cut.page_length)}"
-    kept = f"{format_bytes(cut.resident_bytes)} resident"
-    yield "weights", f"{kept}, {rest if cut.streamed_bytes else 'which is all of them'}"
-    if cut.ring_slots and cut.streamed_bytes:
+    rest = f"the rest in pages of {format_bytes(placement.page_length)}"
+    kept = f"{format_bytes(placement.resident_bytes)} resident"
+    yield "weights", f"{kept}, {rest if placement.streamed_bytes else 'which is all of them'}"
+    if placement.ring_slots and placement.streamed_bytes:
         groups = f"{device.expert_groups} groups of experts a layer"
-        yield "weight slots", f"a ring of {cut.ring_slots} of {groups}"
+        yield "weight slots", f"a ring of {placement.ring_slots} of {groups}"
 
 
 def _group(device: DevicePolicy) -> str:
@@ -191,7 +190,7 @@ def _add_memory(table: Table, footprint: Footprint, available_bytes: int) -> Non
 
 LENGTH_COLUMNS = ("prompt_tokens", "generated_tokens")
 MAX_LENGTHS = 4096  # rows of a file that are planned with; more change a plan by less than it errs
-MAX_ROW_TOKENS = 10**9
+MAX_LENGTH = 10**9
 
 
 def read_lengths(path: Path, num_rows: int | None) -> Workload:
@@ -203,7 +202,7 @@ def read_lengths(path: Path, num_rows: int | None) -> Workload:
     rows = _length_rows(path)
     lengths = [_lengths_of_row(path, index, row) for index, row in enumerate(rows)]
     if not lengths:
-        raise ConfigError(f"--lengths {path}: has no rows")
+        raise ConfigError(f"--lengths {path} has no rows")
     if len(lengths) > MAX_LENGTHS:
         planned = random.Random(0).sample(lengths, MAX_LENGTHS)
     else:
@@ -235,10 +234,10 @@ def _length_rows(path: Path) -> list[Any]:
 def _lengths_of_row(path: Path, index: int, row: Any) -> tuple[int, int]:
     cells: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in LENGTH_COLUMNS]
     for name, cell in zip(LENGTH_COLUMNS, cells, strict=True):
-        if type(cell) is not int or not 1 <= cell <= MAX_ROW_TOKENS:
+        if type(cell) is not int or not 1 <= cell <= MAX_LENGTH:
             raise ConfigError(
                 f"--lengths {path}: row {index} has {name} {cell!r:.100}; each row needs whole "
-                f"numbers from 1 to {MAX_ROW_TOKENS} in {' and '.join(LENGTH_COLUMNS)}"
+                f"numbers from 1 to {MAX_LENGTH} in {' and '.join(LENGTH_COLUMNS)}"
             )
     return cells[0], cells[1]
 
@@ -303,7 +302,7 @@ Hardware = Annotated[
     ),
 ]
 PromptLen = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Plan for prompts of so many tokens in the mean.")
+    int, typer.Option(min=1, metavar="N", help="Plan for prompts of this many tokens on average.")
 ]
 SharedLen = Annotated[
     int,
@@ -311,27 +310,27 @@ SharedLen = Annotated[
         "--shared-prompt-len",
         min=0,
         metavar="N",
-        help="Count so many tokens at the beginning of each prompt as shared with an earlier row, "
-        "so that they are computed once.",
+        help="Let each prompt begin with this many tokens that earlier rows have too, so that they "
+        "are computed only once.",
     ),
 ]
 GenLen = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Plan for answers of so many tokens in the mean.")
+    int, typer.Option(min=1, metavar="N", help="Plan for answers of this many tokens on average.")
 ]
 NumRows = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="N",
-        help=f"Plan for so many rows; {DEFAULT_WORKLOAD.num_rows:,} by default, or as many as "
-        "--lengths has.",
+        help=f"Plan for this many rows; by default {DEFAULT_WORKLOAD.num_rows:,}, or as many as "
+        "the file of --lengths has.",
     ),
 ]
 Lengths = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Take the lengths of rows from parquet or JSON lines with the columns "
+        help="Read the lengths of the rows from a file, parquet or JSON lines with the columns "
         f"{' and '.join(LENGTH_COLUMNS)}, instead of --prompt-len and --gen-len.",
     ),
 ]
@@ -345,8 +344,8 @@ Weights = Annotated[
 KvDtype = Annotated[
     str,
     typer.Option(
-        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is that of "
-        "--dtype.",
+        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is the "
+        "type of --dtype.",
         metavar="NAME",
     ),
 ]
@@ -360,28 +359,28 @@ StateDtype = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help=f"Compute in this type, one of {', '.join(DTYPES)}, which weights have too that are "
-        "not quantised; auto is that of the model.",
+        help=f"Compute in this type, one of {', '.join(DTYPES)}; weights that are not quantised "
+        "are kept in it too. auto is the type of the model.",
         metavar="NAME",
     ),
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Divide the rows among so many equal nodes; 1 by default."),
+    typer.Option(metavar="N", help="Divide the rows among this many equal nodes; 1 by default."),
 ]
 Deadline = Annotated[
     float | None,
     typer.Option(
         metavar="HOURS",
-        help="Find the fewest nodes on which the job ends within so many hours.",
+        help="Find the smallest number of nodes on which the job ends within this many hours.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")]
 ScheduleName = Annotated[
     str,
     typer.Option(
-        help=f"Use this order of copies and kernels, one of {', '.join(SCHEDULES)}; auto takes the "
-        "fastest.",
+        help="Use this order of weight copies, KV copies and kernels in a step, one of "
+        f"{', '.join(SCHEDULES)}; auto takes the fastest.",
         metavar="NAME",
     ),
 ]
@@ -390,13 +389,13 @@ HostMemory = Annotated[
     typer.Option(
         parser=size,
         metavar="SIZE",
-        help="Use at most so much host memory, such as 192GiB; by default what the node has.",
+        help="Use at most this much host memory, such as 192GiB; by default what the node has.",
     ),
 ]
 DeviceMemory = Annotated[
     int | None,
     typer.Option(
-        parser=size, metavar="SIZE", help="Use at most so much memory of each GPU, such as 16GiB."
+        parser=size, metavar="SIZE", help="Use at most this much memory of each GPU, such as 16GiB."
     ),
 ]
 MaxContext = Annotated[
@@ -404,7 +403,7 @@ MaxContext = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Make room for rows of at most so many tokens, prompt and answer together; by "
+        help="Make room for rows of at most this many tokens, prompt and answer together; by "
         "default as many as the model allows.",
     ),
 ]
@@ -414,19 +413,19 @@ TensorParallel = Annotated[
         min=1,
         max=MAX_RANKS,
         metavar="N",
-        help="Divide every step among so many GPUs of the node; the plan is that of one of them.",
+        help="Divide every step among this many GPUs of the node; the plan shows the sizes of one.",
     ),
 ]
 Price = Annotated[
     float | None,
     typer.Option(
         metavar="PRICE",
-        help="Show what tokens and job cost where the node of --hardware costs so much an hour.",
+        help="Show what tokens and job cost if the node of --hardware costs this much an hour.",
     ),
 ]
 Currency = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Name the currency of --price-per-hour so."),
+    typer.Option(metavar="NAME", help="Name this currency with each cost."),
 ]
 Task = Annotated[
     str,
@@ -439,23 +438,27 @@ Prices = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Rank the nodes of this JSON file, which has US dollars an hour by instance, preset "
-        "or hardware file; by default those that raymoe comes with.",
+        help="Rank the nodes of this JSON file, which maps an instance, one of the names of "
+        "--hardware or a hardware file to US dollars for an hour; by default those that raymoe "
+        "comes with.",
     ),
 ]
 WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Show what more memory, a faster link, more cores or a faster GPU would gain.",
+        help="Show how much faster the job would be with more memory, a faster link, more cores or "
+        "a faster GPU.",
     ),
 ]
 Plot = Annotated[
     bool,
-    typer.Option("--plot", help="Draw the node's roofline and its throughput over host memory."),
+    typer.Option(
+        "--plot", help="Draw the roofline of the node, and throughput over the size of host memory."
+    ),
 ]
 Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="Write the pictures of --plot to this directory.")
+    Path, typer.Option(metavar="DIR", help="Write the figures of --plot to this directory.")
 ]
 
 
@@ -538,7 +541,7 @@ class _Fleet:
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.deadline_hours is not None:
-            raise ConfigError("--deadline-hours finds the number of nodes; leave out --nodes")
+            raise ConfigError("--deadline-hours chooses the number of nodes; leave out --nodes")
         if self.num_nodes is not None and not 1 <= self.num_nodes <= MAX_NODES:
             raise ConfigError(
                 f"--nodes is {self.num_nodes:,}; it takes a number from 1 to {MAX_NODES:,}"
@@ -588,8 +591,8 @@ def _workload(
         workload = Workload(num_rows=num_rows, prompt_tokens=means[0], generated_tokens=means[1])
     if shared_prompt_len >= workload.prompt_tokens:
         raise ConfigError(
-            f"--shared-prompt-len is {shared_prompt_len}; a prompt has {workload.prompt_tokens} "
-            "tokens in the mean, and at least the last is its own"
+            f"--shared-prompt-len is {shared_prompt_len}; it must be less than the mean length of "
+            f"a prompt, which is {workload.prompt_tokens} tokens"
         )
     return replace(workload, shared_prompt_tokens=shared_prompt_len)
 
@@ -605,14 +608,17 @@ def _with_state_dtype(model: ModelSpec, state_dtype: str) -> ModelSpec:
     if state_dtype not in STATE_DTYPES:
         raise UnknownOptionError(state_dtype, STATE_DTYPES, "--state-dtype")
     if state_dtype != "float32" and not model.has_states:
-        raise ConfigError(f"--state-dtype is {state_dtype}, but {model.name} keeps no states")
+        raise ConfigError(
+            f"--state-dtype is {state_dtype}, but {model.name} has no linear attention; leave it "
+            "out"
+        )
     return model.with_state_dtype(state_dtype)
 
 
 def _item_bytes(dtype: str, option: str) -> int | None:
     if dtype not in DTYPES:
         raise UnknownOptionError(dtype, DTYPES, option)
-    return None if dtype == "auto" else ITEM_BYTES[PLAIN_FORMATS[dtype].dtype]
+    return None if dtype == "auto" else PLAIN_FORMATS[dtype].item_bytes
 
 
 def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
@@ -649,17 +655,21 @@ def _check(
     rows = workload.row_lengths or ((workload.prompt_tokens, workload.generated_tokens),)
     prompt, generated = max(rows, key=sum)
     if prompt + generated > longest:
-        raise ConfigError(f"a row has {prompt} + {generated} tokens; {model.name} takes {longest}")
+        raise ConfigError(
+            f"a row has {prompt} + {generated} tokens, and {longest:,} is the largest context "
+            f"here; give shorter lengths, a larger --max-context (up to {model.max_model_len:,}) "
+            "or another model"
+        )
 
 
 def _check_usage(hardware: str | None, prices: Path | None, **of_one_node: object) -> None:
     if hardware is not None and prices is not None:
         raise ConfigError(
-            "--prices ranks instances; leave out --hardware, or give --price-per-hour"
+            "--prices is for ranking instances; leave out --hardware, or give --price-per-hour"
         )
     named = [f"--{key.replace('_', '-')}" for key, value in of_one_node.items() if value]
     if hardware is None and named:
-        raise ConfigError(f"{', '.join(named)}: about one node; name it with --hardware")
+        raise ConfigError(f"{', '.join(named)} needs one node; name it with --hardware")
 
 
 def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: bool) -> None:
@@ -768,8 +778,8 @@ def _what_if_table(plan: Plan, plan_on: JobPlanner) -> Table:
 def _pictures(plan: Plan, plan_on: JobPlanner) -> dict[str, str]:
     with _planning_others():
         pictures = {"throughput.svg": throughput_picture(plan, plan_on.model, plan_on)}
-    if isinstance(plan.steps, DeviceStep):
-        pictures["roofline.svg"] = roofline_picture(plan, plan.steps)
+    if plan.steps.placement.streams:
+        pictures["roofline.svg"] = roofline_picture(plan)
     return pictures
 
 

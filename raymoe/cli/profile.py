@@ -14,11 +14,11 @@ from raymoe.cli import model_by_name
 from raymoe.config import Settings
 from raymoe.device.cuda_api import TorchCuda
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
 from raymoe.measure.plausible import find_problems
 from raymoe.measure.profile import USUAL_SECONDS, obtain_profile
 from raymoe.measure.tiles import WEIGHT_SHARE, BucketTiles, ExpertLayer, measure_layer, time_on
-from raymoe.model.device_experts import OLDEST_CAPABILITY
 from raymoe.specs.files import to_json
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import GB, format_bytes, format_seconds
@@ -56,7 +56,7 @@ def run_tiles(model: str | None, *, is_again: bool) -> None:
     if found:
         Console().print(tiles_table(f"{spec.name} on {gpu.name}", found))
     else:
-        console.print("all of it was measured before; --again measures anew", style="dim")
+        console.print("all tiles were measured before; --again measures them again", style="dim")
     path = settings.cache_directory / gpu.file_name
     console.print(f"kept in {path}; engines on this GPU use it", style="dim")
 
@@ -107,13 +107,14 @@ Row = tuple[str, str, str]
 MAX_SECONDS = 60.0
 Out = Annotated[Path | None, typer.Option(help="Also write the rates to this JSON file.")]
 Seconds = Annotated[
-    float, typer.Option(min=1, max=MAX_SECONDS, help="Measure for so many seconds.")
+    float, typer.Option(min=1, max=MAX_SECONDS, help="Measure for this many seconds.")
 ]
 NumThreads = Annotated[
-    int | None, typer.Option(min=1, help="Measure with so many threads; all cores by default.")
+    int | None,
+    typer.Option(min=1, help="Measure with this many threads; by default one for each core."),
 ]
 Again = Annotated[
-    bool, typer.Option("--again", help="Measure anew if this machine was measured before.")
+    bool, typer.Option("--again", help="Measure again even if this machine was measured before.")
 ]
 Tiles = Annotated[
     bool,
@@ -126,7 +127,8 @@ Tiles = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Find the tiles of this model: a directory, or a name that raymoe plan knows."
+        help="Find the tiles of this model for --tiles: a directory, or a name that raymoe plan "
+        "takes."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rates as one JSON object.")]
@@ -157,7 +159,11 @@ def run(
         raise ConfigError(f"--out {out}: there is no directory {out.absolute().parent}")
     settings = Settings.from_environment()
     console = Console(stderr=True)
-    console.print(f"up to {seconds:.0f} s; other programs would be measured too", style="dim")
+    console.print(
+        f"measuring for up to {seconds:.0f} s; other programs that run meanwhile make rates too "
+        "low",
+        style="dim",
+    )
     hardware, path = obtain_profile(
         settings.cache_directory,
         num_threads or settings.num_threads,
@@ -173,11 +179,11 @@ def run(
         hardware.to_file(out)
         console.print(f"written to {out}", style="dim")
     if path is not None:
-        console.print(f"kept in {path}; --again measures anew", style="dim")
+        console.print(f"kept in {path}; --again measures again", style="dim")
     elif not is_written:
         raise ExecutionError(
-            "these rates are not kept, for the reason that was given before them; run raymoe "
-            "profile again when that is mended"
+            "these rates are not kept, for the reason that the warning above gives; run raymoe "
+            "profile again when nothing else runs"
         )
 
 
@@ -185,7 +191,7 @@ def table_of(hardware: HardwareSpec) -> Table:
     """Everything that was measured, a line for each."""
     table = Table(title=f"{hardware.name}: {hardware.num_cores} threads")
     table.add_column("what")
-    table.add_column("of what size", justify="right")
+    table.add_column("size", justify="right")
     table.add_column("rate", justify="right")
     for row in _rows(hardware):
         table.add_row(*row)
@@ -215,18 +221,18 @@ def _host_rows(curves: HostCurves) -> Iterator[Row]:
     yield from _byte_rows("decode attention", "threads", curves.attention_bytes_per_s_of_threads)
     yield "decode attention, many heads", "", _flop(curves.attention_flop_per_s)
     yield from _flop_rows("prefill attention", "prompt", curves.prefill_flop_per_s)
-    yield "norms and rotations", "", _bytes(curves.activation_bytes_per_s)
+    yield "norms and rotary embeddings", "", _bytes(curves.activation_bytes_per_s)
     for size, overhead_s in curves.task_overhead_s.points if curves.task_overhead_s else ():
-        yield "a task beyond its kernels", f"{size:g} tokens", format_seconds(overhead_s)
+        yield "overhead of a task", f"{size:g} tokens", format_seconds(overhead_s)
 
 
 def _device_rows(curves: DeviceCurves) -> Iterator[Row]:
     yield "link, pageable to device", "", _bytes(curves.pageable_htod_bytes_per_s)
     yield "link, device to pageable", "", _bytes(curves.pageable_dtoh_bytes_per_s)
-    yield "link, both at once, to device", "", _bytes(curves.duplex_htod_bytes_per_s)
-    yield "link, both at once, to pinned", "", _bytes(curves.duplex_dtoh_bytes_per_s)
-    yield "link, to device while the CPU attends", "", _bytes(curves.busy_htod_bytes_per_s)
-    yield "CPU attention meanwhile", "", _bytes(curves.busy_attention_bytes_per_s)
+    yield "link, both directions at once, to device", "", _bytes(curves.duplex_htod_bytes_per_s)
+    yield "link, both directions at once, to pinned", "", _bytes(curves.duplex_dtoh_bytes_per_s)
+    yield "link, to device during attention on the CPU", "", _bytes(curves.busy_htod_bytes_per_s)
+    yield "attention on the CPU during these copies", "", _bytes(curves.busy_attention_bytes_per_s)
     yield from _flop_rows("projection, GPU", "rows", curves.product_flop_per_s)
     yield from _flop_rows("expert, GPU", "rows", curves.expert_flop_per_s)
     for bits in (8, 4):
@@ -240,7 +246,7 @@ def _device_rows(curves: DeviceCurves) -> Iterator[Row]:
     if curves.state_bytes_per_s is not None:
         yield "states of a decode step, GPU", "", _bytes(curves.state_bytes_per_s)
     if curves.tasks_per_s is not None:
-        yield "a task beyond its kernels, GPU", "", format_seconds(1 / curves.tasks_per_s)
+        yield "overhead of a task, GPU", "", format_seconds(1 / curves.tasks_per_s)
 
 
 def _flop_rows(what: str, unit: str, curve: Curve) -> Iterator[Row]:

@@ -148,13 +148,13 @@ def summary_lines(view: JobView) -> Iterator[str]:
         yield f"cost: {cost_text(view)}"
 
 
-def error_lines(view: JobView, max_groups: int = MAX_GROUPS) -> Iterator[str]:
+def error_lines(view: JobView) -> Iterator[str]:
     """Yield what error rows say, the most frequent first."""
     groups = view.error_groups
-    for group in groups[:max_groups]:
+    for group in groups[:MAX_GROUPS]:
         rows = "1 row" if group.num_rows == 1 else f"{group.num_rows:,} rows"
         yield f"  {rows}: {group.text()}"
-    num_more = sum(group.num_rows for group in groups[max_groups:])
+    num_more = sum(group.num_rows for group in groups[MAX_GROUPS:])
     if num_more:
         yield f"  {num_more:,} more rows with other errors, see column __inference_error__"
 
@@ -173,7 +173,7 @@ def time_text(view: JobView) -> str:
         return format_seconds(view.run_s)
     latest = f"{format_seconds(view.run_s)} in the latest"
     if former.elapsed_s is None:
-        return f"{latest} run; how long former runs took is not known"
+        return f"{latest} run; how long earlier runs took is not known"
     return f"{format_seconds(view.elapsed_s)} in {former.num_runs + 1} runs, {latest}"
 
 

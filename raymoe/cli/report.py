@@ -16,12 +16,13 @@ def run(
     job: Annotated[
         Path,
         typer.Argument(
-            help="The output of a job, or its journal_dir or status_dir.", metavar="JOB"
+            help="Report on the job that has this output, journal_dir or status_dir.", metavar="JOB"
         ),
     ],
     *,
     output: Annotated[
-        Path | None, typer.Option(help="Write this HTML file; by default one beside the output.")
+        Path | None,
+        typer.Option(help="Write the page to this HTML file; by default one beside the output."),
     ] = None,
     samples: Annotated[
         int,

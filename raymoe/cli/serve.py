@@ -19,7 +19,7 @@ from raymoe.data.generator import MoEGenerator
 from raymoe.data.status import clear_status
 from raymoe.errors import ConfigError
 from raymoe.openai.batch import ID_COLUMN
-from raymoe.openai.direct import ERROR_COLUMN, DirectRequests
+from raymoe.openai.direct import REQUEST_ERROR_COLUMN, DirectRequests
 from raymoe.specs.files import expanded, read_text
 from raymoe.units import GIB, MIB
 
@@ -31,17 +31,31 @@ DIRECT_STATUS = "direct.status"  # of the engine for requests that are no batch
 
 
 Host = Annotated[
-    str, typer.Option(help="Listen at this address; one that other machines reach needs a token.")
+    str,
+    typer.Option(help="Listen at this address; one that other machines can reach needs a token."),
 ]
 Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="Listen at this port; 0 takes a free one.")
+    int, typer.Option(min=0, max=65535, help="Listen at this port; 0 chooses a free one.")
 ]
 ModelNames = Annotated[
     list[str] | None,
-    typer.Option(help="Answer requests for this name instead of that of --model; repeatable."),
+    typer.Option(
+        help="Answer requests for a model of this name; by default the name is that of --model. "
+        "Repeat the option for several."
+    ),
 ]
-FileSize = Annotated[int, typer.Option(parser=size, metavar="SIZE", help="Refuse larger uploads.")]
-MaxRequests = Annotated[int, typer.Option(min=1, help="Refuse batches whose file has more lines.")]
+FileSize = Annotated[
+    int,
+    typer.Option(
+        parser=size,
+        metavar="SIZE",
+        help="Refuse uploaded files that are larger than this.",
+        show_default="1GiB",
+    ),
+]
+MaxRequests = Annotated[
+    int, typer.Option(min=1, help="Refuse batches with more requests than this.")
+]
 Options = Annotated[
     list[str] | None,
     typer.Argument(
@@ -52,17 +66,21 @@ Options = Annotated[
 RequestSize = Annotated[
     int,
     typer.Option(
-        parser=size, metavar="SIZE", help="Refuse a request without a file whose body is larger."
+        parser=size,
+        metavar="SIZE",
+        help="Refuse requests, other than uploads, whose body is larger than this.",
+        show_default="16MiB",
     ),
 ]
 Connections = Annotated[
-    int, typer.Option(min=1, help="Answer clients beyond this number with 503.")
+    int, typer.Option(min=1, help="Refuse connections beyond this number with status 503.")
 ]
 Strangers = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Keep this many connections without an accepted request; one more ends the oldest.",
+        help="Keep at most this many connections that have not sent a request with the right "
+        "token; one more closes the oldest.",
     ),
 ]
 Timeout = Annotated[
@@ -70,15 +88,16 @@ Timeout = Annotated[
     typer.Option(
         min=0.1,
         max=3600,
-        help="Cut connections whose headers, next 16 KiB of a body or next piece of a response "
-        "take longer than these seconds.",
+        help="Close a connection when its headers, the next 16 KiB of a body or the next part of a "
+        "response take longer than this many seconds.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="Read the token that requests must carry (Authorization: Bearer TOKEN, the api_key of "
-        f"a client) from this file; {TOKEN_VARIABLE} in the environment is another way."
+        help="Read the token that requests must send (Authorization: Bearer TOKEN, which is the "
+        "api_key of OpenAI's client) from this file, instead of from the environment variable "
+        f"{TOKEN_VARIABLE}."
     ),
 ]
 
@@ -86,12 +105,13 @@ TokenFile = Annotated[
 def run(  # noqa: PLR0913 - the options of a command
     *,
     model: Annotated[
-        str, typer.Option(help="Serve the model of this directory or name on the hub.")
+        str, typer.Option(help="Serve the model in this directory or of this name on the hub.")
     ],
     directory: Annotated[
         Path,
         typer.Option(
-            help="Keep files and batches here; a server that starts again goes on with them."
+            help="Keep files and batches in this directory; a server that starts again continues "
+            "with them."
         ),
     ],
     host: Host = "127.0.0.1",
@@ -106,13 +126,12 @@ def run(  # noqa: PLR0913 - the options of a command
     max_requests: MaxRequests = 1_000_000,
     options: Options = None,
 ) -> None:
-    """Answer OpenAI batches: POST /v1/files, POST /v1/batches, GET the output file.
+    """Serve OpenAI's batch API: POST /v1/files, POST /v1/batches, GET the output file.
 
-    Batches run one after the other, each as a process of `raymoe generate`.
+    Batches run one after the other, each as a process of `raymoe generate`. A line on standard
+    error says when a batch arrives, starts and ends.
 
-    Standard error has a line when a batch comes, starts and ends.
-
-    Probes read /health, and Prometheus reads /metrics.
+    Health probes read /health, and Prometheus reads /metrics.
     """
     directory = expanded(directory)
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
@@ -143,7 +162,8 @@ def _make_generator(
 ) -> MoEGenerator:
     clear_status(status_dir)  # of an engine that has ended
     return MoEGenerator(
-        model, **options, engine_config=config, id_column=ID_COLUMN, error_column=ERROR_COLUMN,
+        model, **options, engine_config=config, id_column=ID_COLUMN,
+        error_column=REQUEST_ERROR_COLUMN,
         status_dir=status_dir,
     )  # fmt: skip
 

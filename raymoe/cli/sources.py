@@ -32,6 +32,7 @@ from raymoe.openai.batch import (
     read_requests,
 )
 from raymoe.specs.files import parse_json_object
+from raymoe.units import MAX_EXACT_FLOAT, MAX_INT64
 
 PARQUET, JSON_LINES, CSV, ARROW = "parquet", "JSON lines", "CSV", "Arrow"
 COMPRESSED, ARROW_MAGIC = ".gz", b"ARROW1"
@@ -57,8 +58,8 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     files = tuple(sorted((one for one in found if kind_of(one)), key=lambda one: one.path))
     if not files:
         known = ", ".join(one for suffixes in SUFFIXES.values() for one in suffixes)
-        found_some = f" ({len(found)} files of other kinds)" if found else ""
-        raise ConfigError(f"--input {root}: no file that ends in {known}{found_some}")
+        others = f"{len(found):,} files, but" if found else "nothing is there, or"
+        raise ConfigError(f"--input {root}: {others} no file that ends in {known}")
     kinds = [kind for kind in SUFFIXES if kind in {kind_of(file) for file in files}]
     if len(kinds) > 1:
         raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")
@@ -123,8 +124,6 @@ def _read_object(file: Location) -> dict[str, Any]:
 SPLIT_BYTES = 4 << 20
 SPLIT_ROWS = 4096
 WHOLE = -1  # as the size of a split: up to the end of the file
-MAX_INT64 = 2**63 - 1
-MAX_EXACT_DOUBLE = 2**53
 
 
 _MARKS = (
@@ -428,7 +427,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, int):
         if abs(value) > MAX_INT64:
             return "nested"
-        return "int" if abs(value) <= MAX_EXACT_DOUBLE else "big"
+        return "int" if abs(value) <= MAX_EXACT_FLOAT else "big"
     if isinstance(value, float):
         return "float"
     return "str" if isinstance(value, str) else "nested"

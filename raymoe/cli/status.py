@@ -17,17 +17,25 @@ from rich.text import Text
 from raymoe.cli.progress import cost_text, error_lines, time_text
 from raymoe.data.status import GENERATE, find_status, rate_unit, read_status
 from raymoe.safe_text import harmless
-from raymoe.status_view import HOW_TO_RESUME, LOST, ActorView, JobView, ago, measured_over_predicted
+from raymoe.status_view import (
+    HOW_TO_RESUME,
+    LOST,
+    NOTHING,
+    ActorView,
+    JobView,
+    ago,
+    measured_over_predicted,
+)
 from raymoe.units import format_seconds
 
 WATCH_EVERY_S = 2.0
-NOTHING = "-"
 ACTOR_COLUMNS = (
     "actor", "state", "rows", "tokens/s", "slots", "KV", "preempted", "vs plan",
 )  # fmt: skip
 
 ACTOR_CAPTION = (
-    "slots, KV: in use now; preempted: sequences computed twice; vs plan: time over prediction"
+    "slots, KV: shares in use now; preempted: sequences that lost their KV blocks and were "
+    "computed again; vs plan: measured over predicted time of steps"
 )
 
 
@@ -35,7 +43,7 @@ def run(
     job: Annotated[
         Path,
         typer.Argument(
-            help="The output of a job, or its journal_dir or status_dir.", metavar="JOB"
+            help="Show the job that has this output, journal_dir or status_dir.", metavar="JOB"
         ),
     ],
     *,
@@ -43,14 +51,14 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object instead of text.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again every 2 s until the job is over.")
+        bool, typer.Option("--watch", help="Update the status every 2 s until the job is over.")
     ] = False,
 ) -> None:
     """Show how far a job is and how its actors do, while it runs or after it.
 
     A job is running, finished, stopped by an interrupt, failed, or lost: its driver has said
-    nothing for half a minute, so it was killed or is cut off. Works in any process and on any
-    machine that sees the files beside the output.
+    nothing for half a minute, so it was killed or is cut off. The command works on any
+    machine that can read the files beside the output.
     """
     directory = find_status(job)
     if watch and not as_json:

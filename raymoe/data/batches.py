@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raymoe.errors import ConfigError
-
-MAX_EXACT = 2**53  # whole numbers above it are not exact as floats
+from raymoe.units import MAX_EXACT_FLOAT
 
 
 def check_format(batch: object) -> None:
@@ -121,7 +120,7 @@ def _is_missing(value: object) -> bool:
 
 
 def _as_integer(value: float) -> int | float:
-    return int(value) if value.is_integer() and abs(value) < MAX_EXACT else value
+    return int(value) if value.is_integer() and abs(value) < MAX_EXACT_FLOAT else value
 
 
 def _is_entry(item: object) -> bool:

@@ -177,13 +177,11 @@ class Stage:
     Attributes:
         num_actors: 0 for a stage of tasks, of which one at a time must fit.
         each: CPU, GPU and memory of an actor or task.
-        is_generator: Whether a `MoEGenerator` runs in it.
     """
 
     name: str
     num_actors: int
     each: Resources
-    is_generator: bool = False
 
 
 def check_before_start() -> None:
@@ -234,7 +232,7 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
                 for pool in self._pools:
                     pool.look(now_s)
             except Exception:  # an error here would end the job
-                logger.exception("what actors wait for is not told from here on")
+                logger.exception("an error of raymoe: the log no longer says what actors wait for")
                 self._pools = []
 
 
@@ -292,7 +290,7 @@ class PoolWatch:
         if self._plan is not None and is_news:
             self._num_told, seconds = running, self._plan.seconds_with(running)
             logger.warning(
-                "%d of %d actors of %s run: predicted %s after loading",
+                "%d of %d actors of %s run: the job is predicted to take %s after loading",
                 running, self._pool.max_size(), self._name, format_seconds(seconds),
             )  # fmt: skip
 
@@ -350,7 +348,6 @@ def _stage(operator: Any) -> Stage:
         name=operator.name,
         num_actors=sum(pool.min_size() for pool in operator.get_autoscaling_actor_pools()),
         each={"CPU": each.cpu or 0, "GPU": each.gpu or 0, "memory": each.memory or 0},
-        is_generator=_is_generator(operator),
     )
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from raymoe.data.journal import KEY_BYTES, RowJournal, make_journal_directory
+from raymoe.data.journal import ROW_KEY_BYTES, RowJournal, make_journal_directory
 from raymoe.data.manifest import FILE_NAME, Manifest, check, claim, plain_params
 from raymoe.data.quarantine import Admission
 from raymoe.data.rows import RowRequest
@@ -106,21 +106,24 @@ class FinishedRows:
                 self._journal.append(key, generation)
             leave(is_finished=True)
         except Exception:  # the row has its answer; at worst it is generated again
-            logger.exception("a finished row could not be recorded")
+            logger.exception(
+                "a finished row could not be recorded in the journal; a resumed job "
+                "generates it again"
+            )
         recorded.set_result(generation)
 
 
 def content_key(request: RowRequest, digest: str = "") -> bytes:
     """Return a key that equal rows have in common; `digest` is that of their job."""
     text = json.dumps([digest, request.row_key, *_content(request)], default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(text.encode(), digest_size=ROW_KEY_BYTES).digest()
 
 
 def occurrence_key(row: bytes, occurrence: int) -> bytes:
     """Return the key of one of equal rows; the first has the key that they have in common."""
     if not occurrence:
         return row
-    return hashlib.blake2b(row + str(occurrence).encode(), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(row + str(occurrence).encode(), digest_size=ROW_KEY_BYTES).digest()
 
 
 def is_final(generation: Generation) -> bool:

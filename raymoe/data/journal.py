@@ -60,11 +60,11 @@ def make_directory(directory: str | Path, option: str, *, access: int = os.W_OK 
 
 
 MAGIC = b"raymoej1"
-KEY_BYTES = 16
-NOBODY = bytes(KEY_BYTES)
+ROW_KEY_BYTES = 16
+NOBODY = bytes(ROW_KEY_BYTES)
 MAX_PAYLOAD_BYTES = 256 * MIB  # a damaged length must not make a reader take all memory
 
-_HEADER = struct.Struct(f"<II{KEY_BYTES}s")
+_HEADER = struct.Struct(f"<II{ROW_KEY_BYTES}s")
 HEADER_BYTES = _HEADER.size
 _LENGTH = struct.Struct("<I")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Generation)}
@@ -263,7 +263,7 @@ class RowIndex:
 
 
 def _half(key: bytes) -> int:
-    return int.from_bytes(key[: KEY_BYTES // 2], "little")
+    return int.from_bytes(key[: ROW_KEY_BYTES // 2], "little")
 
 
 PREFIX, SUFFIX = "rows-", ".journal"
@@ -392,12 +392,20 @@ class JournalWriter:
                 payload = encode_generation(generation)
             except Exception:
                 self.num_lost_rows += 1
-                logger.exception("a finished row cannot be written to the journal")
+                logger.exception(
+                    "a finished row cannot be written to the journal; a resumed job generates it "
+                    "again"
+                )
                 continue
             if len(payload) > MAX_PAYLOAD_BYTES:
                 self.num_lost_rows += 1
                 size_text = format_bytes(len(payload))
-                logger.warning("a finished row of %s is too long for the journal", size_text)
+                logger.warning(
+                    "a finished row of %s is larger than the %s that the journal takes; a resumed "
+                    "job generates it again",
+                    size_text,
+                    format_bytes(MAX_PAYLOAD_BYTES),
+                )
                 continue
             places.append((key, size))
             records.append(pack_record(key, payload))
@@ -410,7 +418,7 @@ class JournalWriter:
             return
         if self._is_failing:
             self._is_failing = False
-            logger.warning("the journal in %s is written again", self._directory)
+            logger.warning("the journal in %s can be written again", self._directory)
         self._on_written(self._path, [(key, begin + offset) for key, offset in places])
 
     def _append_bytes(self, data: bytes) -> int:
@@ -432,7 +440,7 @@ class JournalWriter:
         self._file = open_private(self._path, flags)
         sync_directory(self._directory)
         if os.write(self._file, MAGIC) < len(MAGIC):
-            raise OSError(f"{self._path} takes no bytes")
+            raise OSError(f"{self._path}: the file system writes no bytes; is it full?")
         self._end = len(MAGIC)
 
     def _sync(self) -> None:
@@ -578,12 +586,18 @@ class RowJournal:
                     contents.num_rows, end = contents.num_rows + 1, record.end
         except UnfinishedRecordError as error:
             contents.num_ignored_bytes += size - end
-            logger.info("%s: %s; %s ignored", path, error, format_bytes(size - end))
+            logger.info(
+                "journal file %s: %s; its last %s are ignored",
+                path,
+                error,
+                format_bytes(size - end),
+            )
         except (DamagedRecordError, OSError, CheckpointError) as error:
             contents.num_ignored_bytes += size - end
             contents.num_damaged_files += 1
             logger.warning(
-                "%s: %s; the %s from there on are ignored and their rows generated again",
+                "journal file %s: %s; the %s from there on are ignored and their rows generated "
+                "again",
                 path,
                 error,
                 format_bytes(size - end),

@@ -134,8 +134,8 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
     changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
     if params.logit_bias is not None:
         changed["logit_bias"] = sorted(params.logit_bias.items())
-    if params.form is not None:
-        changed["structured_outputs"] = dataclasses.asdict(params.form)
+    if params.structured_outputs_params is not None:
+        changed["structured_outputs"] = dataclasses.asdict(params.structured_outputs_params)
     return changed
 
 

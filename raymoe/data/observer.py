@@ -26,9 +26,11 @@ from raymoe.data.status import (
     FAILED,
     GENERATE,
     HISTORY_COLUMNS,
+    LAST_WRITE_S,
     LOADING,
     RUNNING,
     STEP_PREFIX,
+    WRITE_EVERY_S,
     ActorStatus,
     HistoryPoint,
     PlainSpan,
@@ -41,8 +43,8 @@ from raymoe.data.status import (
 )
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.periodic import Periodic
+from raymoe.plan.operations import operations_of
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
-from raymoe.plan.search import operations_of
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.timeline import Timeline, middle_layers
 
@@ -101,78 +103,98 @@ def _errors(status: ActorStatus) -> Values:
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
 _PLAIN = (
-    ("rows", _COUNTER, "Rows returned, error rows included.", _of_rows("num_rows")),
-    ("journal_rows", _COUNTER, "Rows returned that a journal had.", _of_rows("num_found_rows")),
+    ("rows", _COUNTER, "Rows that were returned, including error rows.", _of_rows("num_rows")),
+    (
+        "journal_rows",
+        _COUNTER,
+        "Rows that were returned from the journal of an earlier run.",
+        _of_rows("num_found_rows"),
+    ),
     (
         "row_prompt_tokens",
         _COUNTER,
-        "Prompt tokens of the rows returned, as in the totals of a job.",
+        "Prompt tokens of the rows that were returned.",
         _of_rows("num_input_tokens"),
     ),
     (
         "row_generated_tokens",
         _COUNTER,
-        "Tokens of all samples of the rows returned, as in the totals of a job.",
+        "Generated tokens of the rows that were returned, in all samples.",
         _of_rows("num_generated_tokens"),
     ),
     (
         "prompt_tokens",
         _COUNTER,
-        "Prompt tokens computed, recomputation included.",
+        "Prompt tokens that were computed, including those computed again after preemption.",
         _of_engine(lambda one: one.num_prompt_tokens),
     ),
     (
         "cached_tokens",
         _COUNTER,
-        "Prompt tokens of finished rows that were found instead of computed.",
+        "Prompt tokens of finished rows that were found in the KV cache instead of computed.",
         _of_engine(lambda one: one.num_cached_tokens),
     ),
     (
         "evicted_blocks",
         _COUNTER,
-        "KV blocks with prefixes that were lost to others.",
+        "KV blocks of cached prefixes that were evicted.",
         _of_engine(lambda one: one.num_evicted_blocks),
     ),
     (
         "generated_tokens",
         _COUNTER,
-        "Tokens generated, those of unfinished rows and of lost ones included.",
+        "Tokens that were generated, including those of unfinished and of discarded rows.",
         _of_engine(lambda one: one.num_generated_tokens),
     ),
     (
         "preemptions",
         _COUNTER,
-        "Sequences that gave up their KV blocks and were computed again.",
+        "Preempted sequences, which lose their KV blocks and are computed again.",
         _of_engine(lambda one: one.num_preemptions),
     ),
-    ("steps", _COUNTER, "Steps run.", _of_engine(lambda one: one.num_steps)),
-    ("step_seconds", _COUNTER, "Time in steps.", _of_engine(lambda one: one.busy_s)),
+    ("steps", _COUNTER, "Steps of the engine.", _of_engine(lambda one: one.num_steps)),
+    (
+        "step_seconds",
+        _COUNTER,
+        "Seconds that the engine spent in steps.",
+        _of_engine(lambda one: one.busy_s),
+    ),
     (
         "predicted_step_seconds",
         _COUNTER,
-        "What the plan predicted for these steps.",
+        "Seconds that the plan predicted for these steps.",
         _of_engine(lambda one: one.predicted_s),
     ),
     (
         "link_seconds",
         _COUNTER,
-        "Time in steps that the link to the device was busy.",
+        "Seconds of these steps in which data was copied to the GPU.",
         _of_engine(lambda one: one.link_s),
     ),
     (
         "queued_rows",
         _GAUGE,
-        "Rows that wait for a slot.",
+        "Rows that wait for a slot in the batch.",
         _of_engine(lambda one: one.num_queued_rows),
     ),
     (
         "live_sequences",
         _GAUGE,
-        "Sequences with KV blocks.",
+        "Sequences that hold KV blocks.",
         _of_engine(lambda one: one.num_live_sequences),
     ),
-    ("pool_fill", _GAUGE, "Slots in use, 0 to 1.", _of_engine(lambda one: one.pool_fill)),
-    ("kv_use", _GAUGE, "KV blocks in use, 0 to 1.", _of_engine(lambda one: one.kv_use)),
+    (
+        "pool_fill",
+        _GAUGE,
+        "Share of the slots of the batch in use, 0 to 1.",
+        _of_engine(lambda one: one.pool_fill),
+    ),
+    (
+        "kv_use",
+        _GAUGE,
+        "Share of the KV blocks in use, 0 to 1.",
+        _of_engine(lambda one: one.kv_use),
+    ),
 )
 
 METRICS = (
@@ -530,10 +552,8 @@ def actor_line(status: ActorStatus) -> str:
 
 
 SAMPLE_EVERY_S = 1.0
-WRITE_EVERY_S = 2.0
 LOG_EVERY_S = 60.0
 FIRST_STEP_S = 10.0  # until a typical step is written; the interval then doubles
-LAST_WRITE_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 logger = logging.getLogger(__name__)
 
@@ -576,7 +596,7 @@ class Observer:
             is_last = self._probe.state in {ENDED, FAILED} or self._probe.has_finished_rows
             self._tell(time.monotonic(), is_last=is_last)
         except Exception:  # rows matter more than their statistics
-            logger.exception("the status of this actor is not told from here on")
+            logger.exception("an error of raymoe: the status of this actor is no longer written")
             self._is_broken = True
 
     def _tell(self, now_s: float, *, is_last: bool) -> None:
@@ -610,5 +630,9 @@ class Observer:
             self._cannot_write = False
         except OSError as error:
             if not self._cannot_write:
-                logger.warning("the status in %s cannot be written: %s", self._directory, error)
+                logger.warning(
+                    "the status of this actor cannot be written to %s: %s; rows are not affected",
+                    self._directory,
+                    error,
+                )
             self._cannot_write = True

@@ -235,7 +235,7 @@ _STAGE_ADVICE = {
     "memory": "give memory in builder_kwargs",
     "runtime_env": "give runtime_env to the processor's configuration",
 }
-_DTYPES = {"half": "float16", "float": "float32"}
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
 # Arguments of vLLM's engine. These values say what raymoe does anyway:
 _ALREADY_SO: dict[str, tuple[Any, ...]] = {
@@ -395,7 +395,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
         if name in _PLANNED:
             logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)
         elif name in ENGINE_NAMES:
-            ours[name] = _DTYPES.get(value, value) if name.endswith("dtype") else value
+            ours[name] = _DTYPE_ALIASES.get(value, value) if name.endswith("dtype") else value
         elif name in _ALREADY_SO:
             only = " or ".join(map(repr, _ALREADY_SO[name]))
             raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {only}")

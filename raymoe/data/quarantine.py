@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from raymoe.data.journal import KEY_BYTES, NOBODY, open_private
+from raymoe.data.journal import NOBODY, ROW_KEY_BYTES, open_private
 from raymoe.engine.outputs import Generation
 from raymoe.errors import CheckpointError, ExecutionError
 from raymoe.specs.files import open_regular
@@ -28,7 +28,7 @@ MAGIC = b"raymoei1"
 IN_FLIGHT, DEATH, SUFFIX = "inside-", "death-", ".rows"
 ENTERED, ALONE, LEFT = b"E", b"A", b"L"
 REWRITE_BYTES = MIB  # a file of this size is rewritten with only the rows in flight
-_RECORD_BYTES = 1 + KEY_BYTES
+_RECORD_BYTES = 1 + ROW_KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +118,13 @@ class InFlightFile:
         self._size += len(data)
         if self._is_failing:
             self._is_failing = False
-            logger.warning("which rows are inside is written to %s again", self._directory)
+            logger.warning("the rows in flight can be written to %s again", self._directory)
 
     def _give_up(self, error: OSError) -> None:
         if not self._is_failing:
             logger.warning(
-                "which rows are inside cannot be written to %s (%s): a row that ends this process "
-                "is not found by the next one",
+                "the rows in flight cannot be written to %s (%s): should one of them crash this "
+                "process, the next one cannot know which",
                 self._directory,
                 error,
             )
@@ -246,7 +246,11 @@ class CrashCounts:
             try:
                 keep_deaths(self._directory, own_name)
             except (OSError, CheckpointError) as error:
-                logger.warning("%s cannot be searched for deaths: %s", self._directory, error)
+                logger.warning(
+                    "%s cannot be searched for crashes of other processes: %s",
+                    self._directory,
+                    error,
+                )
             self._read()
 
     def num_deaths(self, key: bytes) -> int:
@@ -280,10 +284,9 @@ class CrashCounts:
             poison = [key for key in keys if self._num_crashes[key] >= MAX_CRASHES]
         if len(poison) >= MAX_POISON_IN_A_ROW:
             raise ExecutionError(
-                f"{len(poison)} rows in turn, each alone, have ended their process "
-                f"{MAX_CRASHES} times "
-                "and none was finished in between: the engine or its machine is at fault and not "
-                f"the rows. Find the reason in the logs of the actors, remove "
+                f"{len(poison)} rows in turn, each alone, crashed their process {MAX_CRASHES} "
+                "times, and no row finished in between: the cause is the engine or its machine and "
+                "not the rows. Find it in the logs of the actors, remove "
                 f"{self._directory / DEATH}*, and start again"
             )
 
@@ -306,7 +309,8 @@ class CrashCounts:
         self._num_deaths = Counter(key for death in unexplained for key in death.inside)
         self._max_in_flight = max((len(death.inside) for death in unexplained), default=0)
         logger.info(
-            "%s: %d processes have ended, %d of them unexplained; %d rows are poison",
+            "%s: %d processes have crashed, %d of them for an unknown reason; %d rows crash their "
+            "process and are not tried again",
             self._directory,
             len(known),
             len(unexplained),
@@ -352,8 +356,8 @@ class Admission:
         if not self._has_finished:
             self._crash_counts.check_engine()
         error = ExecutionError(
-            f"this row ended the process {MAX_CRASHES} times while nothing else was in it, so it "
-            "is not tried again; the logs of the actors may say how"
+            f"this row crashed the process {MAX_CRASHES} times while it ran alone, so it "
+            "is not tried again; the logs of the actors may say why"
         )
         return Generation.from_error(error)
 
@@ -411,7 +415,7 @@ class Admission:
             else:
                 self._changed.wait_for(lambda: self._has_room(group.num_deaths) or self._is_broken)
             if self._is_broken:
-                raise ExecutionError("the engine is broken, so that no more rows enter")
+                raise ExecutionError("the engine is broken, so that it takes no more rows")
             self._is_alone = alone
             self._num_in_flight += len(group.positions)
             self._quarantined[group.num_deaths] += len(group.positions)

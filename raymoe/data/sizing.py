@@ -1,7 +1,6 @@
 """Settings of Ray Data, and the arguments of `map_batches` that fit a model and a cluster."""
 
 import dataclasses
-import functools
 import inspect
 import logging
 import math
@@ -24,6 +23,7 @@ from raymoe.shadows import directories_of_workers, find_shadow
 from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import PLAIN_FORMATS
 from raymoe.specs.workload import Workload
 from raymoe.units import CURRENCY, ceil_div, format_bytes, format_seconds
 
@@ -94,9 +94,6 @@ def configure_data_context(
     return context
 
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: float) -> EngineConfig:
     """Resolve "auto": engines with a device share weights with other actors of their node."""
     if config.shared_weights != "auto":
@@ -118,7 +115,7 @@ def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node:
     if config.shared_weights is not True or not is_here:
         return 0
     spec = ModelSpec.from_directory(model_source)
-    num_bytes = spec.weight_bytes(BYTES_PER_ELEMENT[dtype_of(spec, config)])
+    num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
     return num_bytes * (actors_per_node - 1) // actors_per_node
 
 
@@ -191,14 +188,14 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     pool = (min_actors or num_actors, num_actors)
     config = _for_rows(config, workload, pool[0])
     cluster, num_threads = _find_cluster(config, num_gpus, num_generators), config.num_threads
-    config, plan = _plan_share(model_source, config, cluster, num_actors)
+    rates = _rates_of(config, cluster, num_threads, num_actors)
+    config, plan = _plan_share(model_source, config, cluster, num_actors, rates=rates)
     batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, num_actors)
     if rows_in_flight is None:
         calls = min(calls, _calls_of_a_share(workload, options, pool, batch_size))
-    job = _plan_job(plan, model_source, config, cluster, num_actors=pool,
-                    num_threads=num_threads)  # fmt: skip
+    job = _job_of(plan, config, cluster, rates, num_actors=pool)
     _show(None if workload is None else job)
-    constructor = {"engine_config": _with_rates(config, job), "max_concurrent_calls": calls}
+    constructor = {"engine_config": _handed_down(config, job), "max_concurrent_calls": calls}
     return OperatorKwargs({
         "batch_size": batch_size, "batch_format": "pyarrow", "udf_modifying_row_count": False,
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
@@ -287,16 +284,18 @@ class JobPlan:
             lines.append(f"  cost: {found.cost_text(price_per_hour, currency, self.num_nodes)}")
         if self.max_actors is not None:
             seconds = self.seconds_with(self.max_actors)
-            lines.append(f"  with {self.max_actors} actors: {format_seconds(seconds)}")
+            lines.append(f"  with {self.max_actors} actors the job takes {format_seconds(seconds)}")
         return "\n".join(lines)
 
     @property
     def _bound(self) -> str:
         what = "decoding" if self.plan.workload.generates else "reading"
-        return f"{what} bound by {RESOURCE_NAMES[self.plan.job_bound]}"
+        return f"{what} is bound by {RESOURCE_NAMES[self.plan.job_bound]}"
 
     def _note(self) -> str:
-        return " (by rates of a typical core; raymoe profile measures)" if self.is_typical else ""
+        if not self.is_typical:
+            return ""
+        return " (with the speed of a typical core; raymoe profile measures this machine)"
 
     def __str__(self) -> str:
         return self.describe()
@@ -316,55 +315,67 @@ def plan_job(
         model_source: A local directory.
     """
     config = _for_rows(_with_hardware(config), workload, num_actors)
-    shared, actor = _plan_share(model_source, config, cluster, num_actors)
-    return _plan_job(
-        actor, model_source, shared, cluster,
-        num_actors=(num_actors, num_actors), num_threads=config.num_threads,
-    )  # fmt: skip
+    rates = _rates_of(config, cluster, config.num_threads, num_actors)
+    shared, actor = _plan_share(model_source, config, cluster, num_actors, rates=rates)
+    return _job_of(actor, shared, cluster, rates, num_actors=(num_actors, num_actors))
 
 
-def _plan_job(
+def _is_given(config: EngineConfig, cluster: Cluster) -> bool:
+    """Whether the rates of the nodes are known: by the user, or by the name of their GPU."""
+    return isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
+
+
+def _rates_of(
+    config: EngineConfig, cluster: Cluster, num_threads: int | None, num_actors: int
+) -> MeasuredNode | None:
+    """Measure what an actor has of this machine; None if none runs here, or the rates are given.
+
+    Args:
+        num_threads: As the user chose them; None divides the cores.
+    """
+    if _is_given(config, cluster) or not cluster.is_here:
+        return None
+    from raymoe.engine.node import measured_share  # noqa: PLC0415 - loads torch
+
+    return measured_share(num_threads, num_actors * (cluster.num_generators or 1))
+
+
+def _job_of(
     actor: "ActorPlan | None",
-    model_source: str | Path,
     config: EngineConfig,
     cluster: Cluster,
+    rates: MeasuredNode | None,
     *,
     num_actors: tuple[int, int],
-    num_threads: int | None,
 ) -> JobPlan | None:
-    """Return the plan as the engine will make it, with this machine's rates if it runs here.
+    """Return the plan of a job whose actors run by this plan.
 
     Args:
         num_actors: The fewest, whose part of the rows the plan is for, and the most.
-        num_threads: As the user chose them; None divides the cores.
     """
     if actor is None:
         return None
-    plan, (fewest, max_actors) = actor.plan, num_actors
-    make = functools.partial(
-        JobPlan,
+    fewest, max_actors = num_actors
+    return JobPlan(
+        plan=actor.plan,
         num_actors=fewest,
         max_actors=max_actors if max_actors > fewest else None,
         num_nodes=min(fewest, cluster.num_nodes),
+        is_typical=rates is None and not _is_given(config, cluster),
+        rates=rates,
     )
-    is_given = isinstance(config.hardware, HardwareSpec) or cluster.gpu is not None
-    if is_given or not cluster.is_here:
-        return make(plan=plan, is_typical=not is_given)
-    from raymoe.engine.node import measured_share  # noqa: PLC0415 - loads torch
-
-    here = measured_share(num_threads, max_actors * (cluster.num_generators or 1))
-    memory_bytes = plan.hardware.host_memory_bytes
-    node = dataclasses.replace(here.hardware, host_memory_bytes=memory_bytes)
-    found = plan_actor(model_source, dataclasses.replace(config, hardware=node), None)
-    return make(plan=plan if found is None else found.plan, is_typical=False, rates=here)
 
 
-def _with_rates(config: EngineConfig, job: JobPlan | None) -> EngineConfig:
-    """Hand the actors what was measured here, so that they plan as was shown."""
-    is_open = config.hardware in {None, "auto"} and config.device != "emulated"
-    if job is None or job.rates is None or not is_open:
+def _handed_down(config: EngineConfig, job: JobPlan | None) -> EngineConfig:
+    """Hand the actors rates and plan, so that those on machines like this one plan nothing."""
+    if job is None or config.device == "emulated":
         return config
-    return dataclasses.replace(config, hardware=job.rates)
+    planned = job.plan.steps.placement.choice
+    if isinstance(config.hardware, HardwareSpec):
+        return dataclasses.replace(config, planned=planned)
+    if job.rates is None or config.hardware not in {None, "auto"}:
+        return config
+    return dataclasses.replace(config, hardware=job.rates, planned=planned)
 
 
 def _find_workload(
@@ -466,10 +477,18 @@ def _make_pool(fewest: int, num_actors: int, calls: int) -> ActorPoolStrategy:
 
 
 def _plan_share(
-    model_source: str | Path, config: EngineConfig, cluster: Cluster, num_actors: int
+    model_source: str | Path,
+    config: EngineConfig,
+    cluster: Cluster,
+    num_actors: int,
+    *,
+    rates: MeasuredNode | None,
 ) -> "tuple[EngineConfig, ActorPlan | None]":
     """Return the configuration of an actor on its share of a node, and its plan if it fits."""
     node = cluster.share(num_actors)
+    if node is not None and rates is not None:
+        memory_bytes = node.host_memory_bytes
+        node = dataclasses.replace(rates.hardware, host_memory_bytes=memory_bytes)
     neighbours = cluster.actors_per_node(num_actors)
     config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
     saved = saved_bytes(model_source, config, neighbours)
@@ -536,8 +555,8 @@ def plan_actor(
         config.workload,
         schedule=config.schedule,
         policy=config.policy,
-        bytes_per_element=BYTES_PER_ELEMENT[dtype],
-        kv_bytes_per_element=BYTES_PER_ELEMENT[kv_dtype],
+        bytes_per_element=PLAIN_FORMATS[dtype].item_bytes,
+        kv_bytes_per_element=PLAIN_FORMATS[kv_dtype].item_bytes,
         max_model_len=config.max_model_len,
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,

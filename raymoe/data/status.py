@@ -18,6 +18,8 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import CURRENCY, MIB, format_bytes
 
 FORMAT = 2  # format version of all status files
+WRITE_EVERY_S = 2.0
+LAST_WRITE_S = 10.0  # for the last write: a slow disk must not delay the end of a process
 
 LOADING, RUNNING = "loading", "running"
 ENDED, FAILED = "ended", "failed"  # of an actor
@@ -138,7 +140,9 @@ class StepRecord:
     def __post_init__(self) -> None:
         for op, _, _, resource, start_s, end_s in (*self.predicted, *self.measured):
             if op not in _OPS or resource not in _RESOURCES or not start_s <= end_s:
-                raise ConfigError(f"{op!r} on {resource!r}, {start_s} to {end_s} s, is no task")
+                raise ConfigError(
+                    f"{op!r} on {resource!r}, {start_s} to {end_s} s, is no task of a step"
+                )
 
     @property
     def placed(self) -> list[Operation]:
@@ -279,7 +283,7 @@ def find_status(path: str | Path) -> Path:
     """Return the status directory of a job, given itself, the output or the journal."""
     path = expanded(path)
     if not path.name:
-        raise ConfigError(f"{path} is no output of a job")
+        raise ConfigError(f"{path} is no output of a job; give a path that ends in a name")
     if path.name.endswith(SUFFIX) and path.is_dir():
         return path
     beside = status_beside(path)
@@ -357,10 +361,16 @@ def _read(kind: type[Record], path: Path) -> tuple[Record, float]:
     with os.fdopen(open_regular(path), "rb") as file:
         state = os.fstat(file.fileno())
         if state.st_size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{format_bytes(state.st_size)} are no status")
+            raise CheckpointError(
+                f"{format_bytes(state.st_size)} is more than the {format_bytes(MAX_FILE_BYTES)} of "
+                "a status"
+            )
         plain = parse_json_object(file.read(), where="content")
     if plain.get("format") != FORMAT:
-        raise ConfigError(f"format {plain.get('format')!r} is not {FORMAT}: of another raymoe")
+        raise ConfigError(
+            f"its format is {plain.get('format')!r} and this raymoe reads {FORMAT}: another "
+            "version wrote it"
+        )
     record = from_plain(kind, plain, where="content")
     if not isinstance(record, StepRecord):
         _check_not_negative("content", plain)

@@ -20,11 +20,10 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend,
     append_and_attend_latent,
 )
-from raymoe.kernels.cpu_elementwise import Projected, argmax, qkv_rope, rms_norm, route
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
 from raymoe.kernels.cpu_linear import make_linear
-from raymoe.kernels.cpu_state import causal_conv, scan
+from raymoe.kernels.elementwise import Projected, argmax, qkv_rope, rms_norm, route
 from raymoe.kernels.gpu_attention_batch import (
     AttentionCompute,
     LatentRaggedBatch,
@@ -34,6 +33,7 @@ from raymoe.kernels.gpu_attention_batch import (
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.state import causal_conv, scan
 from raymoe.kernels.torch_attention import (
     PagedBatch,
     append_and_attend_latent_paged,
@@ -62,7 +62,7 @@ FORMATS: tuple[WeightFormat, ...] = (
     Fp8Block(), Fp8Channel(), Fp8Tensor(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Mxfp8(),
     Nvfp4(),
 )  # fmt: skip
-HIDDEN, EXPERT, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
+HIDDEN_SIZE, EXPERT_SIZE, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
 TOKENS = (3, 200)  # tiles of decode and of prefill
 CONTEXTS = (1, 33, 70, 1200)  # the last in several parts
 STATE_CONTEXTS = (1, 33, 80)
@@ -145,11 +145,11 @@ def elementwise(dtype: torch.dtype) -> Iterator[Pair]:
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    hidden, weight = random(37, HIDDEN), random(HIDDEN)
+    hidden, weight = random(37, HIDDEN_SIZE), random(HIDDEN_SIZE)
     exact = hidden.double()
     normed = exact * (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
     yield rms_norm(hidden, weight, 1e-6), normed * weight.double()
-    matrix = random(96, HIDDEN) / 16
+    matrix = random(96, HIDDEN_SIZE) / 16
     yield make_linear(matrix, None, allocate_huge_pages)(hidden), exact @ matrix.double().T
     logits = random(37, 16)
     found = route(logits, TOP_K, renormalize=True)
@@ -178,7 +178,7 @@ def random_experts(stored: WeightFormat | None, dtype: torch.dtype) -> ExpertMat
         drawn = torch.randn(rows, columns, generator=generator)
         return (drawn / math.sqrt(columns)).to(dtype)
 
-    wide, high = (EXPERT, HIDDEN), (HIDDEN, EXPERT)
+    wide, high = (EXPERT_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, EXPERT_SIZE)
     gates, ups, downs = (
         [weight(*shape) for _ in range(NUM_EXPERTS)] for shape in (wide, wide, high)
     )
@@ -206,7 +206,7 @@ def experts(
     compute = make_experts(ExpertMatrices(gates, ups, downs), dtype)
     generator = torch.Generator().manual_seed(3)
     for num_tokens in TOKENS:
-        hidden_TH = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+        hidden_TH = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).to(dtype)
         scores_TE = torch.randn(num_tokens, NUM_EXPERTS, generator=generator)
         weights_TK, ids_TK = scores_TE.softmax(-1).topk(TOP_K)
         arguments = (hidden_TH, ids_TK.int(), weights_TK)
@@ -436,7 +436,7 @@ def _convolved(inputs_TC: Tensor, weight_WC: Tensor) -> Tensor:
 
 
 def _scanned(operands: tuple[Tensor, ...], *, is_delta: bool) -> Tensor:
-    """Token by token as `cpu_state.scan` says, from the start of each sequence, in float64."""
+    """Token by token as `state.scan` says, from the start of each sequence, in float64."""
     query, key, value, log_decay, gain = (each.double() for each in operands)
     shared = STATE_HEADS // STATE_GROUPS
     query, key = (

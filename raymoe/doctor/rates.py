@@ -13,6 +13,7 @@ from raymoe.device.host import read_host
 from raymoe.device.threads import set_num_threads, torch_on_all_cores
 from raymoe.doctor.examine import Check, Outcome, Status, Target
 from raymoe.doctor.machine import kib_of
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
 from raymoe.measure.gpu import LinkCopies, make_copies, seconds_on_stream
 from raymoe.measure.host import num_torch_threads
 from raymoe.measure.profile import staging_job
@@ -30,7 +31,6 @@ PAGE = 64 * MIB  # about a page of weights
 LOWEST_LINK = 0.8  # of the rate of the preset
 MAX_FOREIGN = 0.05  # of GPU memory, used by other processes
 LOWEST_HUGE = 0.5  # of a large arena on huge pages
-TENSOR_CORES = (8, 0)  # with bfloat16 products
 ISA_ADVICE: Mapping[str, str] = {
     "scalar": "no AVX2: kernels are portable and several times slower",
     "avx2": "no AVX512: products of bfloat16 run as float32, several times slower",
@@ -127,7 +127,7 @@ def no_gpu(root: Path = Path("/")) -> Outcome:
 def gpu() -> Outcome:
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     value = f"{name}, capability {'.'.join(map(str, capability))}, CUDA {torch.version.cuda}"
-    if capability < TENSOR_CORES:
+    if capability < TENSOR_CORES_SINCE:
         advice = "no products of bfloat16: dtype='auto' computes in float16 here"
         return Outcome(value, Status.WARNING, advice)
     return Outcome(value)

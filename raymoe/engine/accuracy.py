@@ -236,7 +236,7 @@ class Replanner:
         """The fastest policy found in `MAX_PLAN_S`; None if the job gains too little."""
         deadline_s = time.monotonic() + MAX_PLAN_S
         largest = replace(self._plan.policy, max_num_seqs=self.num_slots)
-        times = replace(self._plan, policy=largest, workload=observed).step_times()
+        times = self._plan.step_times(observed, largest)
 
         def seconds(policy: Policy) -> float:
             def of_step(load: StepLoad) -> float:

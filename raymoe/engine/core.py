@@ -24,11 +24,11 @@ from raymoe.engine.sequence import Bools, DecodeAll, SchedulerOutput, decode_eac
 from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
 from raymoe.errors import ExecutionError, RaymoeError
-from raymoe.kernels.cpu_elementwise import triton_runs_on
+from raymoe.kernels.elementwise import triton_runs_on
 from raymoe.memory.prefixes import PrefixSalt, no_salt
-from raymoe.plan.device_step import KV_BLOCK_TOKENS, LOGIT_CHUNK_ROWS
+from raymoe.plan.footprint import LOGIT_CHUNK_ROWS
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
 from raymoe.schedule.timeline import Timeline
@@ -335,8 +335,12 @@ class EngineCore:
         if self._masks is not None:
             self._masks.end(slot)  # of a row that was preempted here
             self._late.pop(slot, None)
-            if sample.request.params.form is not None:
-                self._masks.begin(slot, sample.request.params.form, self._table.generated(slot))
+            if sample.request.params.structured_outputs_params is not None:
+                self._masks.begin(
+                    slot,
+                    sample.request.params.structured_outputs_params,
+                    self._table.generated(slot),
+                )
 
     def _take_on_device(
         self, done: SchedulerOutput, step_rows: Rows, logits_CV: Tensor

@@ -38,8 +38,7 @@ from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 
@@ -386,7 +385,7 @@ class Engine:
             ConfigError: Which one, and why; each row would have this as its error.
         """
         self._check_process()
-        form = self._input_processor.check_params(sampling_params).form
+        form = self._input_processor.check_params(sampling_params).structured_outputs_params
         if form is None or form == self._checked_form:
             return
         masks = TokenBitmasks(self._grammar_server, 1, self._parts.vocab_size)

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from raymoe.engine.schema_alternatives import Alternatives
 from raymoe.errors import ConfigError
 from raymoe.suggestions import is_misspelt
+from raymoe.units import MAX_EXACT_FLOAT
 
 _SPACE = r"\t-\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _MAYBE_SPACE = _SPACE + r"\x1c-\x1f\x85\x{feff}"  # ECMA-262 or Python, but not both
@@ -234,7 +235,6 @@ def _malformed(problem: str) -> ConfigError:
 
 
 MAX_DEPTH = 128
-MAX_EXACT = 2**53  # numbers are floats in llguidance
 MAX_DIGITS = 15  # maximum of a bound
 Schema = dict[str, Any]
 
@@ -412,7 +412,7 @@ def _check_bound(where: str, name: str, bound: object) -> None:
     text = repr(abs(bound)).removesuffix(".0")
     num_digits = len(text.replace(".", "").lstrip("0"))
     is_long = isinstance(bound, float) and ("e" in text or num_digits > MAX_DIGITS)
-    if abs(bound) >= MAX_EXACT or is_long:
+    if abs(bound) >= MAX_EXACT_FLOAT or is_long:
         advice = f"use less than 2**53 and at most {MAX_DIGITS} digits"
         raise _json_schema_refused(where, f"{name} {bound!r:.40}", advice)
 
@@ -425,7 +425,7 @@ def _check_numbers(where: str, name: str, value: object) -> None:
             pending += part.values()
         elif isinstance(part, list):
             pending += part
-        elif isinstance(part, (int, float)) and abs(part) >= MAX_EXACT:
+        elif isinstance(part, (int, float)) and abs(part) >= MAX_EXACT_FLOAT:
             raise _json_schema_refused(
                 where, f"{name} with {part!r:.40}", "use numbers of less than 2**53"
             )

@@ -31,8 +31,7 @@ from raymoe.engine.tokenizer import TOKENIZER_FILES
 from raymoe.errors import CheckpointError, ConfigError, PerformanceWarning
 from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE, resolve_model
 from raymoe.memory.shared_file import SharedFile
-from raymoe.plan.device_step import StreamedSteps
-from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.policy import Choice, DevicePolicy, Policy
 from raymoe.specs.files import (
     CONFIG_FILE,
     QUANTIZATION_FILE,
@@ -367,7 +366,7 @@ def open_shared(
             )
     file = SharedFile.open(_key(files, dtype))
     chosen = choice_of(file)
-    if chosen is None or chosen.suits(config):
+    if chosen is None or _suits(chosen, config):
         return file
     file.close()
     warnings.warn(
@@ -380,22 +379,14 @@ def open_shared(
     return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Schedule and sizes of the engine that loaded the weights."""
+def _suits(choice: Choice, config: EngineConfig) -> bool:
+    """Whether the configuration asks for nothing else."""
+    return config.policy in {None, choice.policy} and config.schedule in {"auto", choice.schedule}
 
-    schedule: str
-    policy: Policy
 
-    @classmethod
-    def of(cls, steps: StreamedSteps) -> "Choice":
-        return cls(schedule=steps.schedule, policy=steps.policy)
-
-    def suits(self, config: EngineConfig) -> bool:
-        return config.policy in {None, self.policy} and config.schedule in {"auto", self.schedule}
-
-    def note(self) -> bytes:
-        return json.dumps(dataclasses.asdict(self)).encode()
+def note_of(choice: Choice) -> bytes:
+    """The note of a file of shared weights that are laid out for this choice."""
+    return json.dumps(dataclasses.asdict(choice)).encode()
 
 
 def choice_of(file: SharedFile | None) -> Choice | None:

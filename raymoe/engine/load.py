@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
-from raymoe.engine.node import check_available, device_name, find_node
+from raymoe.engine.node import check_available, device_name, find_node, is_like_the_driver
 from raymoe.engine.progress import Tell, tell_log
 from raymoe.engine.rank_model import (
     DTYPES,
@@ -37,7 +38,12 @@ from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import Request
 from raymoe.engine.tasks.reading import Reading
 from raymoe.engine.tokenizer import Tokenizer
-from raymoe.errors import ConfigError, PerformanceWarning, UnknownOptionError
+from raymoe.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    PerformanceWarning,
+    UnknownOptionError,
+)
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
@@ -259,12 +265,11 @@ def _find_plan(
     loaded_bytes: int = 0,
 ) -> Plan:
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
-    return find_plan(
+    find = partial(
+        find_plan,
         spec,
         find_node(config, settings, device_name(config), loaded_bytes=loaded_bytes),
         config.workload,
-        schedule=config.schedule,
-        policy=config.policy,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
         weight_bytes=_weight_bytes(spec, weights, _dtype(on_host or config, weights)),
@@ -272,6 +277,18 @@ def _find_plan(
         tensor_parallel_size=config.tensor_parallel_size,
         may_leave_gpu_idle=on_host is not None,
     )
+    planned, device = config.planned, device_name(config)
+    if planned is not None and config.policy is None and config.schedule == "auto":
+        is_in_place = planned.schedule == "in_place"
+        suits_device = is_in_place == (device == "cpu") or (is_in_place and on_host is not None)
+        if not (suits_device and is_like_the_driver(config, settings)):
+            logger.info("planned again: this machine is not like that of the driver")
+        else:
+            try:
+                return find(schedule=planned.schedule, policy=planned.policy)
+            except InfeasiblePlanError as error:
+                logger.info("planned again: what the driver planned does not fit here: %s", error)
+    return find(schedule=config.schedule, policy=config.policy)
 
 
 def _with_dtype(

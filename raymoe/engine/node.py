@@ -146,6 +146,11 @@ def _handed(config: EngineConfig, settings: Settings) -> HardwareSpec | None:
     return node.hardware if node.machine == machine.file_name else None
 
 
+def is_like_the_driver(config: EngineConfig, settings: Settings) -> bool:
+    """Whether this machine has the rates with which the driver of a job has planned."""
+    return isinstance(config.hardware, HardwareSpec) or _handed(config, settings) is not None
+
+
 def _without_lanes(num_cores: int) -> int:
     """Cores for the CPU's kernels where other threads feed a GPU, which must not wait for one."""
     return max(num_cores - LANE_CORES, ceil_div(num_cores, 2))

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from raymoe.codecs import StoredMatrix, Weight, as_tensor
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import open_cuda
 from raymoe.device.device import Device
-from raymoe.device.emulated import UNLIMITED, EmulatedDevice, HostDevice
+from raymoe.device.emulated import EmulatedDevice, HostDevice
 from raymoe.device.lane import released_on_error
-from raymoe.engine.identity import Choice
+from raymoe.engine.identity import note_of
 from raymoe.engine.step_costs import EmulatedTiming, split_choice
 from raymoe.errors import PerformanceWarning
-from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.elementwise import Routing
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
@@ -35,14 +35,8 @@ from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.feed_forward import HostExperts
 from raymoe.model.loading import PagedLoader, Reduce, decoder_arena_bytes, keep
-from raymoe.plan.device_step import (
-    STAGED_MICRO_BATCHES,
-    StreamedSteps,
-    device_footprint,
-    resident_footprint,
-    workspace_bytes,
-)
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.footprint import STAGED_MICRO_BATCHES, device_footprint, workspace_bytes
+from raymoe.plan.placement import Placement
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.batch import blocks_of_tokens
@@ -52,6 +46,7 @@ from raymoe.runtime.operations import StreamedMemory
 from raymoe.runtime.runner import BeforeStep, ModelRunner
 from raymoe.runtime.streamed import Schedules, Streamed
 from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resident
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import NUM_LAYER_SLOTS, NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.hardware import HardwareSpec
@@ -155,18 +150,14 @@ class RankModel:
         return cache_layouts(self.spec, self.job.kv_dtype, self.dtype)
 
     @cached_property
-    def steps(self) -> StreamedSteps:
+    def placement(self) -> Placement:
         job = self.job
-        return StreamedSteps.of(self.spec, job.schedule, job.policy, self.dtype.itemsize)
+        return Placement.of(self.spec, job.schedule, job.policy, self.dtype.itemsize)
 
     @property
     def work(self) -> ModelWork:
         kv_bytes = self.kv_layouts[0].dtype.itemsize
         return ModelWork.of(self.spec, self.dtype.itemsize, kv_element_bytes=kv_bytes)
-
-    @property
-    def is_resident(self) -> bool:
-        return self.job.schedule == "resident"
 
     @cached_property
     def tiles(self) -> TileTable | None:
@@ -180,9 +171,7 @@ class RankModel:
         """Device memory that operations allocate while they run, at most; 0 if it is the host's."""
         if self.job.device != "cuda":
             return 0
-        if self.is_resident:
-            return workspace_bytes(resident_footprint(self.spec, self.work, self.job.policy))
-        return workspace_bytes(device_footprint(self.spec, self.work, self.steps))
+        return workspace_bytes(device_footprint(self.spec, self.work, self.placement))
 
     def make_arena(self, num_bytes: int, device: Device) -> HostArena:
         """Memory for the host's copy of the weights."""
@@ -190,7 +179,7 @@ class RankModel:
             return self.job.new_arena(num_bytes)
         # A driver pins only what could be written.
         is_writable = device.torch_device.type == "cuda"
-        note = Choice.of(self.steps).note()
+        note = note_of(self.placement.choice)
         return SharedArena(num_bytes, self.shared, note, is_writable=is_writable)
 
 
@@ -205,9 +194,9 @@ def load_runner(model: RankModel) -> ModelRunner:
     else:
         device = emulated = EmulatedDevice(job.hardware.gpu_memory_bytes, Instant())
         if job.config.hardware not in {None, "auto"}:
-            cuts = () if model.is_resident else tuple(each.cut for each in model.steps.splits)
-            before_step = EmulatedTiming(emulated, model.work, job.hardware, cuts)
-    load = load_resident if model.is_resident else load_streamed
+            splits = tuple(each.layers for each in model.placement.splits)
+            before_step = EmulatedTiming(emulated, model.work, job.hardware, splits)
+    load = load_resident if model.placement.is_resident else load_streamed
     with released_on_error(device.close):
         return load(model, device, before_step)
 
@@ -247,11 +236,11 @@ def load_streamed(
         CapacityError: The device's memory does not hold what the policy asks for.
         ConfigError: The schedule cannot run with this policy.
     """
-    steps = model.steps
+    steps = model.placement
     with device.memory_near():
-        weights = _load_pages(model, steps.cut, device)
+        weights = _load_pages(model, device)
     if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
-        steps = replace(steps, device=replace(steps.device, staging_slots=STAGING_SLOTS))
+        steps = steps.with_staging(STAGING_SLOTS)
     cache, is_cache_pinned = _pinned_cache(model, device)
     memory = _load_memory(
         model, steps, weights, cache, device=device, is_cache_pinned=is_cache_pinned
@@ -296,7 +285,7 @@ def _is_pinned(memory: Tensor, device: Device) -> bool:
 def _pinned_cache(model: RankModel, device: Device) -> tuple[KvCache, bool]:
     """The KV cache in host memory, and whether it is page-locked."""
     policy = model.job.policy
-    num_slots = 0 if model.steps.device.states_on_device else policy.num_state_slots
+    num_slots = 0 if model.placement.states_on_device else policy.num_state_slots
     cache = KvCache(
         model.kv_layouts, policy.num_kv_blocks, model.job.new_arena, num_slots=num_slots
     )
@@ -314,7 +303,7 @@ def _pinned_cache(model: RankModel, device: Device) -> tuple[KvCache, bool]:
 
 def _load_memory(
     model: RankModel,
-    steps: StreamedSteps,
+    steps: Placement,
     weights: WeightPages,
     cache: KvCache,
     *,
@@ -337,7 +326,7 @@ def _load_memory(
         top_k=tuple(
             layer.ffn.top_k if isinstance(layer.ffn, MoeSpec) else 0 for layer in spec.layers
         ),
-        expert_groups=steps.cut.expert_groups,
+        expert_groups=tuple(layer.groups for layer in steps.layers),
         host_experts=_host_experts(model, weights) if steps.has_host_experts else (),
         torch_device=device.torch_device,
         decoders=(
@@ -358,7 +347,7 @@ def _load_memory(
         ),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
         staging=[
-            device.allocate_pinned(steps.cut.page_length) for _ in range(steps.device.staging_slots)
+            device.allocate_pinned(steps.page_length) for _ in range(steps.device.staging_slots)
         ],
         is_cache_pinned=is_cache_pinned,
         poison=device.poison,
@@ -394,8 +383,7 @@ def load_resident(
     model: RankModel, device: Device, before_step: BeforeStep | None = None
 ) -> ModelRunner:
     """Put all weights, the KV cache and states on the device; otherwise as `load_streamed`."""
-    cut = layer_pages(model.spec, model.dtype.itemsize, resident_bytes=UNLIMITED)
-    weights = _load_pages(model, cut, device)
+    weights = _load_pages(model, device)
     kept = _load_kept(model, device)
     kept[EMBEDDING] = _put(kept[EMBEDDING], model.dtype, device, "embedding")
     layouts, policy = model.kv_layouts, model.job.policy
@@ -424,7 +412,7 @@ def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.
     def compute(layer: int, hidden_TH: Tensor, routing: Routing) -> None:
         decoder.local_ffn(layer, hidden_TH, routing)
         ffn = model.spec.layers[layer].ffn
-        if model.steps.cut.ring_slots and isinstance(ffn, MoeSpec):
+        if model.placement.ring_slots and isinstance(ffn, MoeSpec):
             rows_TL = decoder.to_latent(layer, hidden_TH) if ffn.latent_size else hidden_TH
             group = ExpertGroup(range(ffn.num_experts), rows_TL.float())
             decoder.add_experts(layer, (hidden_TH, rows_TL), routing, group)
@@ -433,35 +421,35 @@ def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.
     compile_attention(decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device)
 
 
-def _load_pages(model: RankModel, cut: PageCut, device: Device) -> WeightPages:
+def _load_pages(model: RankModel, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.weights,
-        layer_paging(model.spec, cut),
+        layer_paging(model.spec, model.placement.layers),
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
-        num_slots=(NUM_LAYER_SLOTS, cut.ring_slots),
+        num_slots=(NUM_LAYER_SLOTS, model.placement.ring_slots),
         release=model.weights.drop_pages,
         make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
     )
 
 
-def layer_paging(spec: ModelSpec, cut: PageCut) -> list[LayerPaging]:
-    """What memory needs to know of a cut: pages and resident parts of each layer."""
+def layer_paging(spec: ModelSpec, layers: Sequence[LayerPlacement]) -> list[LayerPaging]:
+    """What memory needs to know of a placement: pages and resident parts of each layer."""
     return [
         LayerPaging(
-            page_bytes=cut.page_bytes[i],
-            resident_parts=_resident_parts(cut, i, layer),
-            group_pages=cut.layers[i].group_pages,
+            page_bytes=placed.page_bytes,
+            resident_parts=_resident_parts(placed, layer),
+            group_pages=placed.group_pages,
         )
-        for i, layer in enumerate(spec.layers)
+        for placed, layer in zip(layers, spec.layers, strict=True)
     ]
 
 
-def _resident_parts(cut: PageCut, i: int, layer: LayerSpec) -> frozenset[str]:
+def _resident_parts(placed: LayerPlacement, layer: LayerSpec) -> frozenset[str]:
     is_dense = isinstance(layer.ffn, DenseSpec)
-    parts = {"common" if is_dense else f"expert {n}" for n in range(cut.resident_experts[i])}
-    if cut.is_common_resident[i]:
+    parts = {"common" if is_dense else f"expert {n}" for n in range(placed.resident_experts)}
+    if placed.is_common_resident:
         parts |= {"attention"} if is_dense else {"attention", "common"}
     return frozenset(parts)
 

@@ -311,7 +311,7 @@ class InputProcessor:
             raise ConfigError(f"sampling_params is a {kind}; it takes SamplingParams or a mapping")
         if params.stop_strings:
             params = self._with_stop_tokens(params)
-        if params.form is not None:
+        if params.structured_outputs_params is not None:
             self._check_can_have_form()
         params.check_tokens(self._vocab_size)
         return params

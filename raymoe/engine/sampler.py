@@ -16,7 +16,7 @@ from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import SLICE_ROWS, Int32s, TokenLogprob
 from raymoe.engine.request import Sample
 from raymoe.engine.sequence import SequenceTable
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels.elementwise import (
     RandomKeys,
     argmax,
     choose,
@@ -288,7 +288,7 @@ class Sampler:
         self._table.is_special[slot] = bool(
             params.logit_bias or params.min_tokens or params.no_repeat_ngram_size
         )
-        self._table.has_grammar[slot] = request.params.form is not None
+        self._table.has_grammar[slot] = request.params.structured_outputs_params is not None
         is_adjusted = (
             self._table.has_penalty[slot]
             or self._table.is_special[slot]

@@ -5,27 +5,28 @@ from collections.abc import Callable
 import numpy as np
 
 from raymoe.device.emulated import EmulatedDevice
-from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.device_step import DeviceStep, StreamedSteps
-from raymoe.plan.pages import PageCut
+from raymoe.plan.cost import StepCost
+from raymoe.plan.placement import Placement
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
 from raymoe.runtime.batch import Sequences
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Schedule
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.specs.hardware import HardwareSpec
 
 
 def split_choice(
-    work: ModelWork, hardware: HardwareSpec, steps: StreamedSteps
+    work: ModelWork, hardware: HardwareSpec, placement: Placement
 ) -> Callable[[CutBatch], int] | None:
     """Choose how much of the experts the cores compute in a step, by its predicted time.
 
     Steps of about the same size get the same answer. None if there is nothing to choose, or to
     choose by.
     """
-    if len(steps.splits) == 1 or not hardware.has_gpu:
+    if len(placement.splits) == 1 or not hardware.has_gpu:
         return None
-    priced, found = DeviceStep(work, hardware, steps), dict[StepLoad, int]()
+    priced, found = StepModel(work, hardware, placement), dict[StepLoad, int]()
 
     def choose(cut: CutBatch) -> int:
         load = _rounded_load(cut)
@@ -67,31 +68,28 @@ class EmulatedTiming:
         device: EmulatedDevice,
         work: ModelWork,
         hardware: HardwareSpec,
-        cuts: tuple[PageCut, ...],
+        splits: tuple[tuple[LayerPlacement, ...], ...],
     ) -> None:
         """Price steps of a model.
 
         Args:
             work: The model whose costs are taken.
             hardware: On which it would run.
-            cuts: Its pages by form of a step; empty if nothing streams.
+            splits: Its layers by form of a step.
         """
         self._device, self._work, self._hardware = device, work, hardware
-        self._cuts = cuts
+        self._splits = splits
 
     def __call__(self, cut: CutBatch, schedule: Schedule, form: int) -> None:
         """Take the costs of this step from here on."""
-        pages = self._cuts[form] if self._cuts else None
-        self._device.cost = DeviceCost.of_schedule(
+        self._device.cost = StepCost.of_schedule(
             schedule,
             self._work,
             self._hardware,
             micro_batches=tuple(
                 micro_batch_shape(micro_batch) for micro_batch in cut.micro_batches
             ),
-            page_bytes=pages.page_bytes if pages else (),
-            group_shares=pages.group_shares if pages else (),
-            host_shares=pages.host_shares if pages else (),
+            layers=self._splits[form],
         )
 
 

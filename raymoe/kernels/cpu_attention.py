@@ -8,9 +8,14 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, LatentHeads, pack_block, unpack_block
-
-ALL_TOKENS = 2**62  # larger than any sequence length
+from raymoe.kernels.paged_kv import (
+    ALL_TOKENS,
+    BLOCK_TOKENS,
+    KvLayout,
+    LatentHeads,
+    pack_block,
+    unpack_block,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gpu_attention_batch import (
     SPLIT_POSITIONS,
     AttentionCompute,

@@ -5,7 +5,6 @@ This module does not import Triton, so that it can be used without a GPU.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
 
-OLDEST_CAPABILITY = (7, 5)
-TENSOR_CORES_SINCE = (8, 0)  # tensor cores that Triton uses
 WARPGROUPS_SINCE = (9, 0)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.
 SPLIT_POSITIONS = 1024
@@ -138,12 +136,9 @@ def attention_compute(
 
     The Triton kernels run on GPUs from Turing on, if Triton is installed.
     """
-    if device.type != "cuda" or find_spec("triton") is None or dtype not in DTYPES:
+    if not triton_runs_on(device) or dtype not in FLOAT_DTYPES:
         return None
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        return None
-    return AttentionCompute.on(capability, dtype, value_dim)
+    return AttentionCompute.on(torch.cuda.get_device_capability(device), dtype, value_dim)
 
 
 def power_of_two(number: int) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from raymoe.kernels.gpu_attention_batch import TILE_FIELDS as _TILE_FIELDS
-from raymoe.kernels.gpu_common import rounded
+from raymoe.kernels.gpu_common import MINUS_INFINITY, rounded
 from raymoe.kernels.paged_kv import BLOCK_TOKENS as _BLOCK_TOKENS
 from raymoe.kernels.paged_kv import VALUE_COLUMNS as _VALUE_COLUMNS
 
@@ -204,7 +204,6 @@ def load_values(
 
 
 TILE_FIELDS = tl.constexpr(_TILE_FIELDS)
-HIDDEN = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -358,7 +357,7 @@ def _attended(
     Q: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return sums of weighted values [M, V], of weights [M], and the largest scores [M], base 2."""
-    peak_M = tl.full([Q.rows], HIDDEN, tl.float32)
+    peak_M = tl.full([Q.rows], MINUS_INFINITY, tl.float32)
     total_M = tl.full([Q.rows], 0.0, tl.float32)
     sum_MV = tl.full([Q.rows, C.padded_values], 0.0, tl.float32)
     # Steps begin at multiples of their size, wherever the context begins.
@@ -378,10 +377,10 @@ def _attended(
         is_seen_MC = (position_C[None, :] <= position_M[:, None]) & (position_C < end)[None, :]
         if Q.window > 0:
             is_seen_MC = is_seen_MC & (position_C[None, :] > position_M[:, None] - Q.window)
-        scores_MC = tl.where(is_seen_MC, scores_MC * Q.scale, HIDDEN)
+        scores_MC = tl.where(is_seen_MC, scores_MC * Q.scale, MINUS_INFINITY)
         next_M = tl.maximum(peak_M, tl.max(scores_MC, 1))
         # Rows that have seen no position yet stay unchanged.
-        base_M = tl.where(next_M == HIDDEN, 0.0, next_M)
+        base_M = tl.where(next_M == MINUS_INFINITY, 0.0, next_M)
         weights_MC = tl.exp2(scores_MC - base_M[:, None])
         factor_M = tl.exp2(peak_M - base_M)
         total_M = total_M * factor_M + tl.sum(weights_MC, 1)
@@ -490,7 +489,7 @@ def merge_kernel(
     row_M = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + heads_M
     begin = tl.maximum(position - Q.window + 1, 0) if Q.window > 0 else position * 0
     num_parts = position // Q.split - begin // Q.split + 1
-    peak_M = tl.full([1], HIDDEN, tl.float32)
+    peak_M = tl.full([1], MINUS_INFINITY, tl.float32)
     total_M = tl.full([1], 0.0, tl.float32)
     sum_MV = tl.full([1, C.padded_values], 0.0, tl.float32)
     for part in range(num_parts):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from raymoe.codecs import SMALLEST_E8M0 as _SMALLEST_E8M0
 from raymoe.errors import CapacityError
 from raymoe.kernels.gpu_experts_layout import FIELDS, MatrixLayout
 
@@ -58,7 +59,8 @@ MAGIC_BITS = tl.constexpr(0x4B000000)  # 2^23 as float32: its last bits are inte
 MAGIC = tl.constexpr(8388608.0)
 GPTQ_ONES = tl.constexpr(0x11111111)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
-SMALLEST_E8M0 = tl.constexpr(0x00400000)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+SMALLEST_E8M0 = tl.constexpr(_SMALLEST_E8M0)
 _MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 E4M3_MISSING = tl.constexpr(_MISSING_POWERS["e4m3"])
 
@@ -357,7 +359,7 @@ def _e2m1(codes: tl.tensor) -> tl.tensor:
 def philox(
     c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, key0: tl.tensor, key1: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Compute `cpu_elementwise.philox4x32` on uint32 blocks of one shape."""
+    """Compute `elementwise.philox4x32` on uint32 blocks of one shape."""
     factor0 = tl.full([1, 1], 0xD2511F53, tl.uint32) + c0 * 0
     factor1 = tl.full([1, 1], 0xCD9E8D57, tl.uint32) + c0 * 0
     step0, step1 = tl.full([1, 1], 0x9E3779B9, tl.uint32), tl.full([1, 1], 0xBB67AE85, tl.uint32)

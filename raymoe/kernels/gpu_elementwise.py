@@ -1,6 +1,6 @@
 """Triton kernels of norms, rotary embeddings, routers and sampling: launches of one each.
 
-`cpu_elementwise` has the references of the same names. A kernel rounds where its reference does;
+`elementwise` has the references of the same names. A kernel rounds where its reference does;
 sums are float32, in an order that depends on the shapes of the model alone. No constant depends on
 a step, and tensors that are cut by token may begin at any address: no step compiles a kernel again.
 
@@ -17,10 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raymoe.kernels.gpu_common import Launch, gumbel, kernel_constants, philox, round_to
+from raymoe.kernels.gpu_common import (
+    MINUS_INFINITY,
+    Launch,
+    gumbel,
+    kernel_constants,
+    philox,
+    round_to,
+)
 
 if TYPE_CHECKING:
-    from raymoe.kernels.cpu_elementwise import Steps
+    from raymoe.kernels.elementwise import Steps
 
 _TILE_ELEMENTS = 2048  # of heads in one program
 
@@ -38,7 +45,7 @@ def _weighted(
     OFFSET: tl.constexpr,
     TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply a norm by its weight, with the roundings of `cpu_elementwise.rms_norm`."""
+    """Multiply a norm by its weight, with the roundings of `elementwise.rms_norm`."""
     if HAS_OFFSET:
         normed = normed * (weight + OFFSET)
     else:
@@ -130,7 +137,7 @@ class Heads:
         norm: Before the rotation "head" (one per head), "plain" (without a weight), "all" (one over
             all heads) or "latent" (over the dimensions before `first`); "after" it, one per head;
             or "none".
-        offset: `offset` of `cpu_elementwise.rms_norm`.
+        offset: `offset` of `elementwise.rms_norm`.
         padded: Dimensions, as a power of two.
         tile: Heads of one program.
         padded_all: Columns of all heads, as a power of two.
@@ -379,7 +386,7 @@ def qkv_rope(
     sizes: tuple[int, int, int, int],
     steps: "Steps",
 ) -> Launch:
-    """Launch what `cpu_elementwise.qkv_rope` computes; its sizes are (H, G, D, V)."""
+    """Launch what `elementwise.qkv_rope` computes; its sizes are (H, G, D, V)."""
     num_heads, num_kv_heads, dim, value_dim = sizes
     rotation = (angles[1].shape[1], steps.is_interleaved, steps.eps, steps.norm_offset, steps.clip)
     key_begin = num_heads * dim
@@ -414,7 +421,7 @@ def latent_rope(
     eps: float,
     is_interleaved: bool,
 ) -> Launch:
-    """Launch what `cpu_elementwise.latent_rope` computes."""
+    """Launch what `elementwise.latent_rope` computes."""
     (_, num_heads, dim), width, rank = query_TAD.shape, row_TW.shape[1], len(row_norm)
     rotation = {"half": angles[1].shape[1], "is_interleaved": is_interleaved}
     query = heads_of(num_heads, dim, first=dim - (width - rank), **rotation)
@@ -424,7 +431,6 @@ def latent_rope(
 
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
-HIDDEN = tl.constexpr(float("-inf"))
 TAKEN = tl.constexpr(-(2**63))
 LAST_ID = tl.constexpr(0xFFFFFFFF)
 
@@ -470,7 +476,7 @@ def _without_other_groups(
         is_best_G = ordered_G == tl.max(ordered_G, 0)
         kept_G = kept_G | is_best_G
         ordered_G = tl.where(is_best_G, TAKEN, ordered_G)
-    return tl.where(kept_G[:, None], choice_GX, HIDDEN)
+    return tl.where(kept_G[:, None], choice_GX, MINUS_INFINITY)
 
 
 @triton.jit
@@ -509,7 +515,7 @@ def route_kernel(
     ids_GX = groups_G1 * GROUP_SIZE + within_1X
     is_expert_GX = (groups_G1 < GROUPS) & (within_1X < GROUP_SIZE)
     logits_GX = tl.load(logits_ptr + token * logits_stride + ids_GX, mask=is_expert_GX, other=0)
-    logits_GX = tl.where(is_expert_GX, logits_GX.to(tl.float32), HIDDEN)
+    logits_GX = tl.where(is_expert_GX, logits_GX.to(tl.float32), MINUS_INFINITY)
     if IS_SIGMOID:
         scores_GX = tl.div_rn(1.0, 1.0 + tl.exp(-logits_GX))
     else:
@@ -641,7 +647,7 @@ def choose_kernel(
     """Choose the token of one row: the largest logit, or the largest after scale and noise.
 
     Args:
-        draws_ptr: int64 [R, 4] as `cpu_elementwise.pack_draws` makes them.
+        draws_ptr: int64 [R, 4] as `elementwise.pack_draws` makes them.
         ids_ptr: int32 [R]; -1 if the row has a NaN or no logit above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -652,17 +658,17 @@ def choose_kernel(
     reach = tl.where(is_drawn, LARGEST_GUMBEL, 0.0)
     position, sample, extra, key0, key1 = _stream(draw_ptr)
     groups_G1, counters_1C = tl.arange(0, GROUPS)[:, None], tl.arange(0, 16)[None, :]
-    best, best_id, num_nans = tl.full([], HIDDEN, tl.float32), tl.full([], -1, tl.int32), 0
+    best, best_id, num_nans = tl.full([], MINUS_INFINITY, tl.float32), tl.full([], -1, tl.int32), 0
     for first in range(0, SIZE, GROUPS * 64):
         ids_GC = first + groups_G1 * 64 + counters_1C
         logits: tl.tuple = ()
-        largest = tl.full([], HIDDEN, tl.float32)
+        largest = tl.full([], MINUS_INFINITY, tl.float32)
         for part in tl.static_range(4):
             places_GC = ids_GC + part * 16
             x_GC = tl.load(logits_ptr + row * stride + places_GC, mask=places_GC < SIZE, other=0)
-            x_GC = tl.where(places_GC < SIZE, x_GC.to(tl.float32) * scale, HIDDEN)
+            x_GC = tl.where(places_GC < SIZE, x_GC.to(tl.float32) * scale, MINUS_INFINITY)
             num_nans += _sum_all((x_GC != x_GC).to(tl.int32))
-            x_GC = tl.where(x_GC == x_GC, x_GC, HIDDEN)
+            x_GC = tl.where(x_GC == x_GC, x_GC, MINUS_INFINITY)
             largest = tl.maximum(largest, tl.max(tl.max(x_GC, 1), 0))
             logits = logits + (x_GC,)  # noqa: RUF005
         if largest > best - reach:  # otherwise no noise lifts any of them over the best
@@ -676,11 +682,11 @@ def choose_kernel(
                 noise_GC = tl.where(is_drawn, gumbel(words[part]), 0.0)
                 values = values + (logits[part] + noise_GC,)  # noqa: RUF005
             best, best_id = _best_of(values, ids_GC, best, best_id)
-    tl.store(ids_ptr + row, tl.where((num_nans > 0) | (best == HIDDEN), -1, best_id))
+    tl.store(ids_ptr + row, tl.where((num_nans > 0) | (best == MINUS_INFINITY), -1, best_id))
 
 
 def choose(logits_RV: Tensor, draws_R4: Tensor, ids_R: Tensor) -> Launch:
-    """Launch what `cpu_elementwise.choose` computes; on the host, `_native` has the same bits."""
+    """Launch what `elementwise.choose` computes; on the host, `_native` has the same bits."""
     num_rows, size = logits_RV.shape
     return Launch(
         kernel=choose_kernel,

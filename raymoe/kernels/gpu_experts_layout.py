@@ -19,6 +19,7 @@ from torch import Tensor
 from raymoe.codecs import StoredMatrix, Weight
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -242,8 +243,6 @@ BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # lower bounds of tokens per exp
 
 # A GPU multiplies all tiles of at least 64 outputs with the same instruction.
 _MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 128, 32
-# Compute capability. Triton no longer uses the tensor cores of Turing and Volta (3.9 warns).
-TENSOR_CORES_SINCE = (8, 0)
 # Compute capabilities 9.0 and 10.0, Hopper and Blackwell of data centres, have 227 KiB of shared
 # memory for a tile, the others 99 or 163.
 _WITH_227_KIB = (9, 10)

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import triton_runs_on
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 
 BLOCK_TOKENS = 32
 VALUE_COLUMNS = 64
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CacheLayout(Protocol):
@@ -99,8 +98,8 @@ class KvLayout:
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
-    if dtype not in CACHE_DTYPES:
-        raise ConfigError(f"KV cache dtype is {dtype}; supported: {CACHE_DTYPES}")
+    if dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"KV cache dtype is {dtype}; supported: {FLOAT_DTYPES}")
 
 
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
@@ -218,7 +217,7 @@ def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tens
     return out_THY
 
 
-NEVER = 2**62
+ALL_TOKENS = 2**62  # more than any sequence has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,4 +282,4 @@ class LatentHeads:
         """
         saved = 2 * self.rank + self.rope_dim - self.query_dim - self.value_dim
         spent = 2 * self.rank * self.weight_HXR.shape[1]
-        return spent // saved + 1 if saved > 0 else NEVER
+        return spent // saved + 1 if saved > 0 else ALL_TOKENS

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, CacheLayout, KvLayout, LatentHeads
 
 # Upper bound of the blocks gathered in one call; device memory is scarce next to weights and KV.

@@ -17,9 +17,9 @@ from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT, TorchCuda
 from raymoe.device.lane import ThreadLane
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_linear import PlainLinear
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from raymoe.device.emulated import HostDevice
 from raymoe.device.threads import set_num_threads
-from raymoe.kernels.cpu_elementwise import qkv_rope, rms_norm
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.kernels.elementwise import qkv_rope, rms_norm
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.measure.jobs import (
     AttentionShape,
@@ -37,8 +37,8 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.plan.cost import HostCost, StepShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.cost import StepCost
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.runtime.batch import InputBatch, Sequences
 from raymoe.runtime.in_place import InPlace
 from raymoe.runtime.runner import ModelRunner
@@ -124,10 +124,10 @@ def step_jobs(model: ModelSpec = MODEL) -> list[KernelJob]:
     ]
 
 
-def step_shape(rows: int, new_tokens: int) -> StepShape:
+def step_shape(rows: int, new_tokens: int) -> MicroBatchShape:
     if new_tokens == 1:
-        return StepShape.decode(rows, CONTEXT)
-    return StepShape.prefill(rows, new_tokens)
+        return MicroBatchShape.decode(rows, CONTEXT)
+    return MicroBatchShape.prefill(rows, new_tokens, is_on_host=True)
 
 
 def task_overhead(node: HardwareSpec, step_s: Sequence[float], model: ModelSpec = MODEL) -> Curve:
@@ -135,9 +135,9 @@ def task_overhead(node: HardwareSpec, step_s: Sequence[float], model: ModelSpec 
     tasks = build_in_place(model.num_layers).tasks
     work, points = ModelWork.of(model, DTYPE.itemsize), []
     for sizes, taken_s in zip(STEPS, step_s, strict=True):
-        cost = HostCost(work, node, step_shape(*sizes))
+        cost = StepCost(work, node, (step_shape(*sizes),))
         beyond_s = taken_s - sum(cost.kernel_s(task) for task in tasks)
-        points.append((cost.shape.tokens, max(MIN_S, beyond_s / len(tasks))))
+        points.append((cost.tokens, max(MIN_S, beyond_s / len(tasks))))
     return Curve(tuple(points))
 
 

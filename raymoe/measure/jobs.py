@@ -12,9 +12,9 @@ from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
-from raymoe.kernels.cpu_state import scan
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
+from raymoe.kernels.state import scan
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.specs.weight_format import Gptq, PackedInt4, Piece, WeightFormat

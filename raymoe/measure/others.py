@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from raymoe.processes import TICKS_PER_S
+
 CROWDED_SHARE = 0.25  # of the threads that measure, without a core of their own
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 IDLE_FIELDS = (3, 4)  # idle, and waiting for a disk
 
 

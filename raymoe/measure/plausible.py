@@ -42,8 +42,8 @@ def _falls(curves: HostCurves | DeviceCurves, names: dict[str, tuple[str, str]])
         for size, rate in curve.points:
             if rate < LOWEST_SHARE * best:
                 yield (
-                    f"{what} fall from {best / GB:.4g} G/s with {best_size:.4g} {unit} to "
-                    f"{rate / GB:.4g} G/s with {size:.4g}"
+                    f"the rate of {what} falls from {best / GB:.4g} G/s with {best_size:.4g} "
+                    f"{unit} to {rate / GB:.4g} G/s with {size:.4g}"
                 )
                 break
             best_size, best = max((best_size, best), (size, rate), key=lambda point: point[1])
@@ -54,7 +54,7 @@ def _overhead(curve: Curve | None) -> Iterator[str]:
     for tokens, seconds in few:
         if seconds > MAX_OVERHEAD_S:
             yield (
-                f"a task of a step of {tokens:g} tokens takes {format_seconds(seconds)} beyond its "
-                "kernels"
+                f"in a step of {tokens:g} tokens each task takes {format_seconds(seconds)} more "
+                "than its kernels"
             )
             return

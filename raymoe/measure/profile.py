@@ -20,12 +20,12 @@ from raymoe.measure.kept import identify_machine, load_profile, store_profile
 from raymoe.measure.others import CoreWatch
 from raymoe.measure.plausible import find_problems
 from raymoe.measure.timing import KernelJob, measure_in_turns
+from raymoe.plan.policy import PAGE_BYTES
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
-from raymoe.units import MIB
 
 USUAL_SECONDS = 55.0  # a minute including start-up
 PROBE_SHARE, COPY_SHARE, DEVICE_SHARE = 0.1, 0.05, 0.35
-PAGE_BYTES, NUM_PAGES, RING_PAGES = 64 * MIB, 8, 2
+NUM_PAGES, RING_PAGES = 8, 2
 
 
 def measure_machine(num_threads: int | None = None, seconds: float = USUAL_SECONDS) -> HardwareSpec:
@@ -70,12 +70,17 @@ def obtain_profile(
     if others.crowds(hardware.num_cores):
         logger.warning("%s, so its rates are too low: measure when nothing else runs", others)
     if problems:
-        logger.warning("the profile is not kept, as it cannot be true: %s", "; ".join(problems))
+        logger.warning(
+            "the profile is not kept, as an idle machine has no such rates: %s", "; ".join(problems)
+        )
         return hardware, None
     try:
         return hardware, store_profile(directory, machine, hardware)
     except OSError as error:
-        logger.warning("the profile is not kept: %s; set RAYMOE_CACHE", error)
+        logger.warning(
+            "the profile is not kept: %s; set RAYMOE_CACHE to a directory that can be written",
+            error,
+        )
         return hardware, None
 
 

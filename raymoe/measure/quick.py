@@ -54,7 +54,7 @@ def measure_quickly(num_threads: int | None = None) -> HardwareSpec:
         measured = dataclasses.replace(measured, task_overhead_s=None)
     if problems or not is_clear:
         logger.warning(
-            "%s: a plan by its rates may predict too much time; 'raymoe profile' measures once, "
-            "when nothing else runs, and is kept", others,
+            "%s, so a plan with its rates may predict too long a time; run 'raymoe profile' once "
+            "while nothing else runs, and its rates are used instead", others,
         )  # fmt: skip
     return measured

@@ -14,7 +14,6 @@ from raymoe.errors import CapacityError, ConfigError
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.gpu_experts_layout import (
     BUCKETS,
-    TENSOR_CORES_SINCE,
     ExpertMatrices,
     TileKey,
     TileShape,
@@ -23,11 +22,11 @@ from raymoe.kernels.gpu_experts_layout import (
     candidate_shapes,
     key_of,
 )
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY, TENSOR_CORES_SINCE
 from raymoe.measure.gpu import StreamRun, seconds_on_stream
 from raymoe.memory.weights import DummyWeights
 from raymoe.model.device_experts import (
     MAX_SMALL_BATCH_TOKENS,
-    OLDEST_CAPABILITY,
     grouped_experts_are_used,
     make_device_experts,
 )
@@ -113,7 +112,8 @@ class ExpertLayer:
         fitting = int(max_bytes // sum(_num_bytes(weights(name)) for name in names))
         if fitting < moe.top_k:
             raise ConfigError(
-                f"{fitting} experts of {spec.name} fit the device, a token takes {moe.top_k}"
+                f"the GPU has room for {fitting} experts of {spec.name}, and a token uses "
+                f"{moe.top_k}; take a GPU with more memory"
             )
         moe = replace(moe, num_experts=min(moe.num_experts, fitting))
         view = cache(lambda name: on_device(weights(name), device))
@@ -127,7 +127,7 @@ class ExpertLayer:
         moe = self.moe
         if not grouped_experts_are_used(self.matrices, moe.activation, self.dtype, clamp_of(moe)):
             raise ConfigError(
-                "the kernels with tiles do not compute these experts: they need Triton, a GPU of "
+                "raymoe's GPU kernels do not compute these experts: they need Triton, a GPU of "
                 f"capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, silu or the clamped "
                 f"product (here {moe.activation}), and all experts of a layer stored the same"
             )

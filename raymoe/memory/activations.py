@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_elementwise import Projected, Routing
+from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.specs.layers import TokenShapes, largest_sizes
 from raymoe.specs.model import ModelSpec, MoeSpec

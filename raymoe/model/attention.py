@@ -18,7 +18,7 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend_up_projected,
     append_latent,
 )
-from raymoe.kernels.cpu_elementwise import Projected, Steps, latent_rope, qkv_rope, rms_norm
+from raymoe.kernels.elementwise import Projected, Steps, latent_rope, qkv_rope, rms_norm
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch, RaggedBatch, StagedBatch
 from raymoe.kernels.paged_kv import CacheLayout, LatentHeads
 from raymoe.kernels.torch_attention import (

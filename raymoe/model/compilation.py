@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, Routing
+from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import SPLIT_POSITIONS
 from raymoe.kernels.gpu_experts_layout import BUCKETS, balanced_routing
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, largest_layout

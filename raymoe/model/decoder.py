@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import Allocate, Linear
+from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout, StateLayout

@@ -3,13 +3,10 @@
 This module does not import Triton, so that it can be used without a GPU.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Clamp,
@@ -18,15 +15,13 @@ from raymoe.kernels.cpu_experts import (
     PlainExperts,
     TopK,
 )
+from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.gpu_experts_layout import (
-    TENSOR_CORES_SINCE,
     Compute,
     ExpertMatrices,
     TileTable,
 )
-
-OLDEST_CAPABILITY = (7, 5)
-
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
 
 # Per expert: a T4 computes 8.1 TFLOP/s without tensor cores, which balances 16-bit weights at 320
 # GB/s at about as many tokens. From the data sheet, not measured.
@@ -96,9 +91,6 @@ def grouped_experts_are_used(
     It does on a GPU from Turing on, if Triton is installed, for the activations of `SIGMOID_GATES`
     and the clamped product, and if all experts of the layer are stored the same way.
     """
-    device = matrices.device
-    if device.type != "cuda" or find_spec("triton") is None or dtype not in FLOAT_DTYPES:
-        return False
-    if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+    if not triton_runs_on(matrices.device) or dtype not in FLOAT_DTYPES:
         return False
     return (activation in SIGMOID_GATES or clamp is not None) and matrices.layouts() is not None

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_elementwise import Routing, add_gated_, route, triton_runs_on
 from raymoe.kernels.cpu_experts import (
     ExpertGroup,
     ExpertsInGroups,
@@ -19,6 +18,7 @@ from raymoe.kernels.cpu_experts import (
     RowMajorExperts,
     gated_product,
 )
+from raymoe.kernels.elementwise import Routing, add_gated_, route, triton_runs_on
 from raymoe.model.loading import Loader, PagedLoader, Reduce, clamp_of
 from raymoe.model.norms import RmsNorm, load_norm
 from raymoe.specs.layer_weights import (

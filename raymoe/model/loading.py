@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor, is_in_order
-from raymoe.kernels.cpu_elementwise import triton_runs_on, weigh_norm
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Biases,
@@ -36,6 +35,7 @@ from raymoe.kernels.cpu_linear import (
     packed_linear_bytes,
     packed_linear_is_used,
 )
+from raymoe.kernels.elementwise import triton_runs_on, weigh_norm
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
 from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.layer_weights import (

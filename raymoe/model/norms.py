@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.kernels.cpu_elementwise import add_rms_norm_, rms_norm
+from raymoe.kernels.elementwise import add_rms_norm_, rms_norm
 from raymoe.model.loading import Loader
 from raymoe.specs.model import ModelSpec
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, rms_norm, weigh_norm
-from raymoe.kernels.cpu_state import causal_conv, scan
+from raymoe.kernels.elementwise import Projected, rms_norm, weigh_norm
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import StateLayout
+from raymoe.kernels.state import causal_conv, scan
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles

@@ -96,19 +96,6 @@ def _tables(inv_XR: Tensor, positions_P: Tensor, factor: float) -> tuple[Tensor,
     return angles_PR.cos() * factor, angles_PR.sin() * factor
 
 
-def rope_lengths(positions_T: Tensor, prompt_tokens: int) -> Tensor:
-    return (positions_T + 1).clamp_min(prompt_tokens)
-
-
-def frequencies_by_length(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
-    """Return inverse frequencies [T, R] of tokens of sequences with these rope lengths."""
-    if spec.kind == "dynamic":
-        return dynamic_frequencies(spec, lengths_T)
-    sets = inverse_frequencies(spec)
-    is_long_T1 = (lengths_T > spec.original_max_tokens)[:, None]
-    return torch.where(is_long_T1, sets[-1], sets[0])
-
-
 def inverse_frequencies(spec: RopeSpec) -> list[Tensor]:
     """Return inverse frequencies [R], float32; for `longrope` those of short and long sequences."""
     if spec.kind == "longrope":

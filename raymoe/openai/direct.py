@@ -19,7 +19,7 @@ from raymoe.errors import ExecutionError
 from raymoe.openai.batch import BATCH_COLUMNS, CHAT, ID_COLUMN, read_requests, write_responses
 from raymoe.openai.store import ApiError
 
-ERROR_COLUMN = "__request_error__"
+REQUEST_ERROR_COLUMN = "__request_error__"
 MAX_CALLS = 256  # requests in the engine; others wait
 IDLE_S, IDLE_BEFORE_A_BATCH_S, LOOK_EVERY_S = 300.0, 2.0, 0.2
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(Protocol):
-    """A `MoEGenerator` with the columns of batches, `ID_COLUMN` and `ERROR_COLUMN`."""
+    """A `MoEGenerator` with the columns of batches, `ID_COLUMN` and `REQUEST_ERROR_COLUMN`."""
 
     def __call__(self, batch: pa.Table) -> pa.Table: ...
 
@@ -54,18 +54,18 @@ class DirectRequests:
     def run(self, *, is_stopping: Callable[[], bool], has_batch: Callable[[], bool]) -> None:
         """Load the engine, and answer until no request has come for a while."""
         begin_s = time.monotonic()
-        logger.info("a request came while no batch runs: loading the model")
+        logger.info("a request arrived while no batch runs: loading the model")
         try:
             generator = self._make_generator()
         except Exception as error:
-            logger.exception("the engine cannot be loaded")
+            logger.exception("the model cannot be loaded; requests without a batch are refused")
             self._refuse_all(error)
             return
         logger.info("loaded the model in %.1f s", time.monotonic() - begin_s)
         try:
             with ThreadPoolExecutor(MAX_CALLS, "direct") as pool:
                 num_rows = self._answer_all(generator, pool, is_stopping, has_batch)
-            logger.info("answered %s requests; the model leaves memory", f"{num_rows:,}")
+            logger.info("answered %s requests; freeing the memory of the model", f"{num_rows:,}")
         finally:
             generator.close()
 
@@ -99,7 +99,7 @@ class DirectRequests:
 
     def stop(self) -> None:
         """Refuse what is left."""
-        self._refuse_all(ApiError(503, "the server stops"))
+        self._refuse_all(ApiError(503, "the server is shutting down; send the request again later"))
 
     def _refuse_all(self, error: Exception) -> None:
         while self.is_waiting:
@@ -128,9 +128,9 @@ def as_row(url: str, body: Mapping[str, Any]) -> pa.Table:
     custom_id = "" if body.get("seed") is not None else uuid.uuid4().hex
     line = {ID_COLUMN: custom_id, "method": "POST", "url": url, "body": json.dumps(body)}
     columns = {name: pa.array([line[name]], pa.string()) for name in BATCH_COLUMNS}
-    table = pa.table({**columns, ERROR_COLUMN: pa.array([None], pa.string())})
-    row = read_requests(table, error_column=ERROR_COLUMN)
-    error = row.column(ERROR_COLUMN)[0].as_py()
+    table = pa.table({**columns, REQUEST_ERROR_COLUMN: pa.array([None], pa.string())})
+    row = read_requests(table, error_column=REQUEST_ERROR_COLUMN)
+    error = row.column(REQUEST_ERROR_COLUMN)[0].as_py()
     if error:
         raise ApiError(400, error.removeprefix("column 'body' "))
     return row

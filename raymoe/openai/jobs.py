@@ -30,6 +30,7 @@ from raymoe.data.status import (
     read_status,
     status_beside,
 )
+from raymoe.errors import EXIT_BAD_USAGE
 from raymoe.openai.batch import ID_COLUMN
 from raymoe.openai.direct import DirectRequests
 from raymoe.openai.store import (
@@ -58,7 +59,6 @@ MAX_ERRORS = 100
 MAX_ID_CHARACTERS = 512
 MAX_LINE_BYTES = 16 * MIB
 MAX_RUNS = 3  # of a process that fails for another reason than its arguments
-EXIT_BAD_USAGE = 2
 LOOK_EVERY_S, STOP_S = 0.5, 60.0
 LOG_TAIL_BYTES = 64 << 10
 # str.splitlines, with which clients cut a file into lines, takes these for ends of lines too.
@@ -240,8 +240,10 @@ class BatchWorker:
         """
         with self._store.changed:
             if self._running is not None or self._is_stopping:
-                what = f"{self._running} runs" if self._running else "the server stops"
-                raise ApiError(503, f"{what}; a server answers directly when no batch runs")
+                what = f"{self._running} runs" if self._running else "the server is shutting down"
+                raise ApiError(
+                    503, f"{what}; requests without a batch are answered while no batch runs"
+                )
             future = self._direct.submit(row)
             self._store.changed.notify_all()
         return future
@@ -290,7 +292,7 @@ class BatchWorker:
         try:
             self._fail(batch, reason)
         except Exception:  # such as a full disk: the batch is tried again
-            logger.exception("batch %s cannot be written", batch.id)
+            logger.exception("the record of %s cannot be written; trying again", batch.id)
             self._waiting.wait(LOOK_EVERY_S)
 
     def _check(self, batch: BatchRecord) -> None:
@@ -372,7 +374,8 @@ class BatchWorker:
             logger.info("%s: finished, %s", batch.id, figures)
         else:
             log = output.with_suffix(".log")
-            reason = "the job ended too early" if status == FINALIZING else last_error(log)
+            ended = "the job ended before all requests were answered"
+            reason = ended if status == FINALIZING else last_error(log)
             found = f"{count:,} of {batch.num_total:,} requests have a response"
             reason = f"{reason}; {found} (log: {log})"
             self._fail(batch, reason, **files)
@@ -462,11 +465,11 @@ class Process:
 def last_error(log: Path) -> str:
     """Return the last line of a log that says why the command failed."""
     if not log.exists():
-        return "the job has not run"
+        return "the job did not start"
     with os.fdopen(open_regular(log), "rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    found = [line for line in lines if line.startswith("error: ")] or lines or ["it says nothing"]
+    found = [line for line in lines if line.startswith("error: ")] or lines or ["its log is empty"]
     return found[-1].removeprefix("error: ")[:2000]
 
 

@@ -190,7 +190,9 @@ class Server:
             raise ApiError(400, f"input_file_id is {shown(file_id)}; it takes the id of a file",
                            param="input_file_id")  # fmt: skip
         if self._store.file(file_id, "input_file_id").purpose != INPUT:
-            raise ApiError(400, f"{file_id} has not the purpose {INPUT!r}", param="input_file_id")
+            raise ApiError(
+                400, f"{file_id} was not uploaded with purpose {INPUT!r}", param="input_file_id"
+            )
         batch = await run_in_threadpool(
             self._store.add_batch, endpoint=endpoint, input_file_id=file_id,
             completion_window=window, metadata=_read_metadata(body.get("metadata")),

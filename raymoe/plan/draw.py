@@ -8,12 +8,12 @@ from enum import StrEnum
 from itertools import groupby
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_step import DeviceStep
-from raymoe.plan.papers.hrm import Hierarchy, Level, Placement, Point, Roof, place
+from raymoe.plan.operations import operations_of
+from raymoe.plan.papers.hrm import Hierarchy, Level, PlacedOperation, Point, Roof, place
 from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import attention, feed_forward, find_plan
+from raymoe.plan.search import find_plan
 from raymoe.plan.work import Operation
 from raymoe.schedule.draw import round_step, svg_page, text_at
 from raymoe.specs.hardware import HardwareSpec
@@ -161,7 +161,11 @@ COLOURS = {Roof.COMPUTE: Colour.GPU, Roof.MEMORY: Colour.GPU_MEMORY, Roof.LINK: 
 
 
 def draw_roofline(
-    hierarchy: Hierarchy, chosen: Placement, others: Sequence[Placement] = (), *, title: str
+    hierarchy: Hierarchy,
+    chosen: PlacedOperation,
+    others: Sequence[PlacedOperation] = (),
+    *,
+    title: str,
 ) -> str:
     """Draw a node's roofs, all operations as points, and P1, P2 and the regions of `chosen`."""
     sits = (chosen, *others)
@@ -225,7 +229,7 @@ def _host_limit(host: Level, flop_per_byte: float) -> str:
     return "memory" if flop_per_byte < host.turning_point else "CPU"
 
 
-def _regions(chart: Chart, hierarchy: Hierarchy, chosen: Placement) -> Iterator[str]:
+def _regions(chart: Chart, hierarchy: Hierarchy, chosen: PlacedOperation) -> Iterator[str]:
     """Colour and name each limit's range; none for a GPU slower than the CPU even at P2."""
     far, link, start, end = (
         hierarchy.far,
@@ -286,7 +290,7 @@ def _slope_note(chart: Chart, bytes_per_s: float, text: str) -> str:
     return note_at(x - 4, y - 7, text, angle=angle)
 
 
-def _kernel(chart: Chart, chosen: Placement) -> Iterator[str]:
+def _kernel(chart: Chart, chosen: PlacedOperation) -> Iterator[str]:
     start, speed = chosen.operation.near_intensity, chosen.p2.flop_per_s
     if chosen.balance is None:
         return
@@ -298,7 +302,7 @@ def _kernel(chart: Chart, chosen: Placement) -> Iterator[str]:
     yield note_at(x - 9, y - 7, f"kernel {_rate(speed)}", "end")
 
 
-def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
+def _turning_points(chart: Chart, chosen: PlacedOperation) -> Iterator[str]:
     for name, point, style, shift in (("P1", chosen.p1, "end", -12), ("P2", chosen.p2, "", 12)):
         if point.flop_per_byte <= chart.x.minimum:
             continue
@@ -310,7 +314,7 @@ def _turning_points(chart: Chart, chosen: Placement) -> Iterator[str]:
         yield note_at(x + shift, y - 10, text, f"name {style}")
 
 
-def _operation(chart: Chart, placement: Placement) -> Iterator[str]:
+def _operation(chart: Chart, placement: PlacedOperation) -> Iterator[str]:
     limit = LIMITS[placement.near_roof] if placement.is_near_better else "CPU"
     yield from _spot(chart, placement.point, placement.operation.name, limit)
 
@@ -464,11 +468,10 @@ PAPERS: Mapping[str, tuple[str, Callable[[PaperPolicies], Policy]]] = {
 }
 
 
-def roofline_picture(plan: Plan, steps: DeviceStep) -> str:
-    load = plan.decode_load
+def roofline_picture(plan: Plan) -> str:
     return draw_operations(
         plan.hardware,
-        [feed_forward(steps, load), attention(steps.work, load.decode_context)],
+        operations_of(plan),
         title=f"{plan.model_name} on {plan.hardware.name}, decoding by schedule {plan.schedule}",
     )
 

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf
-from typing import Protocol, Self
+from typing import Self
 
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
-from raymoe.plan.policy import Policy
-from raymoe.plan.work import StepLoad, Steps, duplicates
-from raymoe.schedule.graph import Schedule
-from raymoe.schedule.timeline import Timeline
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
+from raymoe.plan.work import Repeated, StepLoad, duplicates
 from raymoe.specs.workload import Workload
 
 NEVER = sys.maxsize  # a step that no job reaches
@@ -163,19 +160,6 @@ def _burst(rows: list[tuple[float, float]], slack: float) -> float:
     return found
 
 
-class StepModel(Protocol):
-    """Predicts the steps of a model on a node."""
-
-    def schedule(self, load: StepLoad) -> Schedule:
-        """The schedule of a step."""
-
-    def timeline(self, load: StepLoad) -> Timeline:
-        """The predicted timeline of a step."""
-
-    def seconds(self, load: StepLoad) -> float:
-        """The predicted length of a step."""
-
-
 Bracket = tuple[tuple[float, float], ...]
 NO_CONTEXT: Bracket = ((0.0, 1.0),)
 
@@ -184,7 +168,7 @@ NO_CONTEXT: Bracket = ((0.0, 1.0),)
 class StepTimes:
     """Seconds of any step up to a maximum size, interpolated between simulated loads."""
 
-    model: StepModel
+    seconds: Callable[[StepLoad], float]
     max_rows: float  # decoding sequences of the largest step
     max_prompt_tokens: float  # prompt tokens of the largest step
     contexts: tuple[float, ...]  # mean decode contexts to simulate, ascending
@@ -205,7 +189,7 @@ class StepTimes:
     def _node(self, rows: float, context: float, prompt_tokens: float) -> float:
         key = (rows, context if rows else 0.0, prompt_tokens)
         if key not in self._known:
-            self._known[key] = self.model.seconds(
+            self._known[key] = self.seconds(
                 StepLoad(
                     decode_rows=rows,
                     decode_context=context,
@@ -246,7 +230,7 @@ class JobEstimate:
 
     @classmethod
     def of(
-        cls, workload: Workload, steps: Iterable[Steps], seconds_of: Callable[[StepLoad], float]
+        cls, workload: Workload, steps: Iterable[Repeated], seconds_of: Callable[[StepLoad], float]
     ) -> Self:
         steps = list(steps)
         return cls(
@@ -268,7 +252,7 @@ def estimate_job(
     return JobEstimate.of(workload, duplicates(job_steps(workload, policy)), seconds_of)
 
 
-def job_steps(workload: Workload, policy: Policy, *, detail: float = 1.0) -> list[Steps]:
+def job_steps(workload: Workload, policy: Policy, *, detail: float = 1.0) -> list[Repeated]:
     """Loads and counts of a job's steps, independent of their duration.
 
     Args:
@@ -285,13 +269,13 @@ def job_steps(workload: Workload, policy: Policy, *, detail: float = 1.0) -> lis
     each = max(MIN_BUNDLES, round(batch / job.rows))
     num_simulated = min(num_bundles, BATCHES * each)
     job.run(num_simulated)
-    steps = [Steps(load, float(job.stride)) for load in job.loads]
+    steps = [Repeated(load, float(job.stride)) for load in job.loads]
     if num_simulated == num_bundles:
         return steps
     steady = slice(job.ends[each - 1] + 1, job.ends[2 * each - 1] + 1)
     left = _tokens_of(workload) - sum(number * load.tokens for load, number in steps)
     more = left / sum(load.tokens for load, _ in steps[steady])
-    steps[steady] = [Steps(load, number + more) for load, number in steps[steady]]
+    steps[steady] = [Repeated(load, number + more) for load, number in steps[steady]]
     return steps
 
 
@@ -300,7 +284,7 @@ def _tokens_of(workload: Workload) -> float:
     return prompts + workload.total_generated_tokens - workload.num_rows
 
 
-def min_steps(workload: Workload, policy: Policy) -> Steps:
+def min_steps(workload: Workload, policy: Policy) -> Repeated:
     """The steps of a job if all were equal and as full as possible."""
     tokens, prompts = _tokens_of(workload), workload.total_computed_prompt_tokens
     decoded = tokens - prompts
@@ -311,7 +295,7 @@ def min_steps(workload: Workload, policy: Policy) -> Steps:
         prompt_tokens=prompts / count,
         prompt_chunk=min(workload.computed_prompt_tokens, policy.max_prefill_chunk_tokens),
     )
-    return Steps(load, count)
+    return Repeated(load, count)
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
-from raymoe.plan.job import JobEstimate, StepModel, StepTimes, estimate_job
-from raymoe.plan.policy import DevicePolicy, Footprint, Policy
+from raymoe.plan.job import JobEstimate, StepTimes, estimate_job
+from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Footprint, Policy
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, bound_by
@@ -37,14 +37,20 @@ class Plan:
     model_name: str
     hardware: HardwareSpec
     workload: Workload
-    schedule: str
-    policy: Policy
     footprint: Footprint
     device_footprint: Footprint | None
     steps: StepModel
     job: JobEstimate
     num_ranks: int = 1
     note: str = ""
+
+    @property
+    def schedule(self) -> str:
+        return self.steps.placement.schedule
+
+    @property
+    def policy(self) -> Policy:
+        return self.steps.placement.policy
 
     @property
     def host_bytes(self) -> int:
@@ -109,13 +115,19 @@ class Plan:
         parts = (*self.footprint.parts, *device)
         return sum(size for purpose, size in parts if purpose.startswith("weights"))
 
-    def step_times(self) -> StepTimes:
-        """Seconds of any step of this policy, interpolated between simulated steps."""
-        workload, policy = self.workload, self.policy
+    def step_times(
+        self, workload: Workload | None = None, policy: Policy | None = None
+    ) -> StepTimes:
+        """Seconds of any step, interpolated between simulated steps.
+
+        Args:
+            workload: Rows, and sizes of the largest steps; None takes those of the plan.
+        """
+        workload, policy = workload or self.workload, policy or self.policy
         longest = max((sum(lengths) for lengths in workload.row_lengths), default=0)
         longest = max(longest, workload.context_tokens)
         return StepTimes(
-            self.steps,
+            self.steps.seconds,
             max_rows=min(policy.max_num_seqs, workload.num_rows),
             max_prompt_tokens=policy.max_num_batched_tokens,
             contexts=(1.0, longest / 4, longest / 2, longest),
@@ -123,8 +135,9 @@ class Plan:
             prompt_spread=workload.prompt_spread(policy.max_prefill_chunk_tokens),
         )
 
-    def estimate(self, workload: Workload) -> JobEstimate:
-        return predict_job(workload, self.policy, self.steps)
+    def estimate(self, workload: Workload, policy: Policy | None = None) -> JobEstimate:
+        """What other rows take, or other sizes with the steps of this plan."""
+        return estimate_job(workload, policy or self.policy, self.steps.seconds)
 
     def cost_per_million_tokens(self, price_per_hour: float) -> float:
         """Cost of a million of the tokens that `rate` counts."""
@@ -195,7 +208,3 @@ def _ring(device: DevicePolicy) -> str:
     if device.expert_groups == 1:
         return ""
     return f" in a ring of {device.ring_slots} of {device.expert_groups} expert groups"
-
-
-def predict_job(workload: Workload, policy: Policy, steps: StepModel) -> JobEstimate:
-    return estimate_job(workload, policy, steps.seconds)

@@ -8,6 +8,12 @@ from raymoe.units import MIB, ceil_div, format_bytes
 # MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at 12
 # GB/s a page of 64 MiB occupies the link for 5.6 ms.
 PAGE_BYTES = 64 * MIB
+KV_BLOCK_TOKENS = 32
+
+
+def blocks_of(tokens: int) -> int:
+    """KV blocks that hold so many tokens of a sequence."""
+    return ceil_div(tokens, KV_BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +113,14 @@ class Policy:
         return num_state_slots(self.max_num_seqs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What was planned: a schedule and its sizes."""
+
+    schedule: str
+    policy: Policy
+
+
 MIN_SNAPSHOTS, SEQUENCES_PER_SNAPSHOT = 2, 16
 
 
@@ -168,6 +182,13 @@ SMALLER_POLICY = (
     "Reduce num_kv_blocks or max_num_seqs of the policy, leave the policy out, or choose a node "
     "with more memory."
 )
+
+
+SMALLER_ON_DEVICE = (
+    "Reduce resident_bytes, max_num_batched_tokens or staged_blocks of the policy, give "
+    "it more micro-batches, or leave the policy out."
+)
+ON_THE_GPU_ALONE = "Let the weights stream (schedule 'auto'), or choose a larger GPU."
 
 
 def host_advice(footprint: Footprint, budget_bytes: int, of_cache: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS, kv_block_bytes
-from raymoe.plan.plan import Plan, predict_job
+from raymoe.plan.footprint import kv_block_bytes
+from raymoe.plan.plan import Plan
+from raymoe.plan.policy import KV_BLOCK_TOKENS
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
 from raymoe.specs.files import read_own_json
@@ -313,7 +314,7 @@ def find_pipeline(
             num_gpus += 1
             continue
         rows = max(1, plan.policy.max_num_seqs // num_gpus)
-        job = predict_job(plan.workload, replace(plan.policy, max_num_seqs=rows), plan.steps)
+        job = plan.estimate(plan.workload, replace(plan.policy, max_num_seqs=rows))
         found.append(Pipeline(num_gpus, job.tokens_per_s))
         num_gpus = ceil(MORE_STAGES * num_gpus)
     return max(found, key=lambda each: each.tokens_per_s / each.num_gpus, default=None)

@@ -189,10 +189,6 @@ class ModelWork:
         return tuple(dict.fromkeys(self.layers))
 
     @property
-    def head_parameters(self) -> int:
-        return self.head.parameters
-
-    @property
     def token_flop(self) -> int:
         """Operations of one token in all layers, without attention scores and head."""
         return sum(
@@ -316,7 +312,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShape:
-    """Tokens of a micro-batch, by the side that attends."""
+    """Tokens of a micro-batch, by the side that attends; all on the host where it has no device."""
 
     host: AttentionShape = field(default_factory=AttentionShape)
     device: AttentionShape = field(default_factory=AttentionShape)
@@ -343,14 +339,9 @@ class MicroBatchShape:
         )
 
     @classmethod
-    def prefill(cls, rows: float, prompt: float) -> Self:
-        """The whole prompt of `rows` sequences, attended to on the device."""
-        device = AttentionShape(
-            rows=rows * prompt,
-            prompt_pairs=rows * prompt * (prompt + 1) / 2,
-            context_tokens=rows * prompt,
-        )
-        return cls(device=device, logit_rows=rows)
+    def prefill(cls, rows: float, prompt: float, *, is_on_host: bool = False) -> "MicroBatchShape":
+        """The whole prompt of `rows` sequences, attended to on the device or the host."""
+        return _prompts(rows * prompt, prompt, 1.0, is_on_host=is_on_host)
 
     @property
     def tokens(self) -> float:
@@ -419,8 +410,8 @@ class StepLoad:
         return tuple(shapes[deal] for deal in deals)  # equal micro-batches are one object
 
 
-class Steps(NamedTuple):
-    """A load and the number of steps with it; the number may be a fraction."""
+class Repeated(NamedTuple):
+    """A load and the number of steps with it, which may be a fraction."""
 
     load: StepLoad
     number: float
@@ -431,7 +422,7 @@ class Steps(NamedTuple):
 CELLS = 3
 
 
-def duplicates(steps: Sequence[Steps]) -> list[Steps]:
+def duplicates(steps: Sequence[Repeated]) -> list[Repeated]:
     """Merge steps with similar loads into one mean load each."""
     maximum = StepLoad(
         decode_rows=max(load.decode_rows for load, _ in steps),
@@ -472,7 +463,7 @@ class _Sum:
         seen = load.prompt_spread * load.prompt_chunk
         self.prompt_pairs += count * load.prompt_tokens * seen
 
-    def mean(self) -> Steps:
+    def mean(self) -> Repeated:
         chunk = self.prompt_tokens / self.chunks if self.chunks else 1.0
         load = StepLoad(
             decode_rows=self.rows / self.count,
@@ -481,7 +472,7 @@ class _Sum:
             prompt_chunk=chunk,
             prompt_spread=self.prompt_pairs / self.prompt_tokens / chunk if self.chunks else 1.0,
         )
-        return Steps(load, self.count)
+        return Repeated(load, self.count)
 
 
 def _deal_chunks(tokens: float, chunk: float, num_micro_batches: int) -> list[float]:

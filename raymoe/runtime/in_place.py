@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raymoe.device.device import Device
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing
+from raymoe.kernels.elementwise import Routing
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.kv_cache import copy_states
 from raymoe.model.decoder import Decoder, Projected, StagedStep

@@ -12,8 +12,8 @@ from raymoe.device.mover import Copies
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.errors import CapacityError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Routing
 from raymoe.kernels.cpu_experts import ExpertGroup
+from raymoe.kernels.elementwise import Routing
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.activations import DeviceActivations, HostActivations, LayerActivations
 from raymoe.memory.kv_cache import copy_states
@@ -23,7 +23,8 @@ from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings, OnDead
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
-from raymoe.schedule.program import LayerPages, StepForm
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm
 
 _RINGED = frozenset(("qkv", "host_qkv", "host_attention", "attention", "device_attention"))
 _STAGED = frozenset(("staged_kv",))
@@ -346,7 +347,7 @@ class StreamedMemory:
             chosen = sum_TL.to(hidden_TH.dtype)
         decoder.ffn(layer, hidden_TH, normed_TH, chosen, latent_TL=latent_TL)
 
-    def _experts_of(self, layer: int, group: int, pages: LayerPages) -> range:
+    def _experts_of(self, layer: int, group: int, pages: LayerPlacement) -> range:
         """Experts of a group that the device computes."""
         groups, on_host = self.expert_groups[layer], pages.host_experts
         if not pages.group_pages:

@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from raymoe.errors import ConfigError
 from raymoe.schedule.graph import Resource, Schedule
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import (
-    LayerPages,
     Load,
     Program,
     Step,
@@ -47,7 +47,7 @@ def build_resident(num_layers: int) -> Schedule:
 
 
 def _build(name: str, num_layers: int, cores: Resource) -> Schedule:
-    form = StepForm(layers=(LayerPages(num_pages=0),) * num_layers, num_micro_batches=1)
+    form = StepForm(layers=(LayerPlacement(),) * num_layers, num_micro_batches=1)
     program = Program(name, form, cores=cores)
     program.embed_in_place(0)
     for layer in range(num_layers):
@@ -309,16 +309,22 @@ STREAMING_BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyT
 )
 """Builders that take a `StepForm`: weights, KV or hidden states move between host and device."""
 
-BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
-    {"in_place": build_in_place, "resident": build_resident, **STREAMING_BUILDERS}
+BUILDERS: Mapping[str, Callable[[StepForm], Schedule]] = MappingProxyType(
+    {
+        "in_place": lambda form: build_in_place(form.num_layers),
+        "resident": lambda form: build_resident(form.num_layers),
+        **STREAMING_BUILDERS,
+    }
 )
-"""All builders; "in_place" and "resident" take a number of layers."""
+"""All builders; "in_place" and "resident" read nothing but the number of layers."""
 
 RING_SCHEDULES = frozenset(("micro_batches", "cgopipe", "vslpipe", "module_batching", "fastdecode"))
 """Schedules that can load experts group by group, and leave some to the cores."""
 
-MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType({"vslpipe": 2, "layer_by_layer": 1})
-"""Maximum number of micro-batches in schedules whose papers fix it."""
+MAX_MICRO_BATCHES: Mapping[str, int] = MappingProxyType(
+    {"in_place": 1, "resident": 1, "vslpipe": 2, "layer_by_layer": 1}
+)
+"""Maximum number of micro-batches in schedules that fix it, as their papers do."""
 
 CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
     {
@@ -328,6 +334,8 @@ CPU_ATTENTION_FRACTIONS: Mapping[str, float] = MappingProxyType(
         "fastdecode": 1.0,
         "flexgen_s4": 0.0,
         "layer_by_layer": 0.0,
+        "in_place": 1.0,
+        "resident": 0.0,
     }
 )
-"""CPU share of decode attention in schedules whose papers fix it."""
+"""CPU share of decode attention in schedules that fix it, as their papers do."""

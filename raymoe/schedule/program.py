@@ -8,72 +8,12 @@ from typing import NamedTuple
 
 from raymoe.errors import ConfigError
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
+from raymoe.schedule.placement import LayerPlacement
 
 
 class Step(NamedTuple):
     layer: int
     micro_batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPages:
-    """The pages of a layer's streamed weights; ConfigError if unordered, missing or unread.
-
-    Cores may compute the last experts of a layer where they lie in host memory (`host_experts`).
-    The last task of each launch then adds their sums to those of the device's groups.
-    """
-
-    num_pages: int  # pages to load for each step; 0 if all weights are resident
-    attention_pages: tuple[int, ...] = ()  # pages that hold what `pre` and `post` read, ascending
-    # Pages that hold what `experts` reads, ascending; a page may be in both.
-    expert_pages: tuple[int, ...] = ()
-    # The last pages, by group of experts, where experts are loaded and computed group by group;
-    # empty where they are computed at once. The pages before these are the common ones.
-    group_pages: tuple[tuple[int, ...], ...] = ()
-    host_experts: range = range(0)  # experts that cores compute: the last ones of the layer
-    num_host_pages: int = 0  # pages after all others that hold only such experts: not loaded
-    # Whether the device has states of all rows in place of KV: attention is nowhere else then.
-    has_states: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_host_pages and not self.host_experts:
-            raise ConfigError(
-                f"num_host_pages is {self.num_host_pages}, but host_experts is empty; pages are "
-                "left out only for experts that the cores compute"
-            )
-        for name in ("attention_pages", "expert_pages"):
-            pages: tuple[int, ...] = getattr(self, name)
-            if list(pages) != sorted(set(pages)):
-                raise ConfigError(f"{name} is {pages}; pages are listed once, in ascending order")
-        used = {*self.attention_pages, *self.expert_pages}
-        if used != set(range(self.num_pages)):
-            raise ConfigError(
-                f"attention_pages {self.attention_pages} and expert_pages {self.expert_pages} "
-                f"name {len(used)} pages; together they must name each of the {self.num_pages} "
-                "pages, counted from 0"
-            )
-        grouped = [page for pages in self.group_pages for page in pages]
-        if grouped != list(range(self.num_common_pages, self.num_pages)) or not all(
-            self.group_pages
-        ):
-            raise ConfigError(
-                f"group_pages is {self.group_pages}; each group has a page, and together they are "
-                f"the last of {self.num_pages} pages"
-            )
-
-    @property
-    def num_common_pages(self) -> int:
-        return self.group_pages[0][0] if self.group_pages else self.num_pages
-
-    @property
-    def num_device_groups(self) -> int:
-        """Tasks of a launch in which the device computes experts."""
-        return max(len(self.group_pages), self.host_experts.start > 0 or not self.host_experts)
-
-    @property
-    def num_groups(self) -> int:
-        """Tasks of a launch; where cores compute experts, the last one adds their sums."""
-        return self.num_device_groups + bool(self.host_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +26,7 @@ class StepForm:
     slot is free for the next one once all micro-batches are computed with it.
     """
 
-    layers: tuple[LayerPages, ...]
+    layers: tuple[LayerPlacement, ...]
     num_micro_batches: int  # slices of the step that pass through attention together
     has_cpu_attention: bool = True  # some rows attend on the CPU
     # Some rows attend on the device, which receives their KV blocks.
@@ -325,14 +265,14 @@ class Program:
         self._add(Op.PRE, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def store_qkv(self, layer: int, micro_batch: int) -> None:
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             return
         reads = (self._ringed("qkv", layer, micro_batch),)
         writes = (self._ringed("host_qkv", layer, micro_batch),)
         self._add(Op.QKV, layer, micro_batch, Resource.DTOH, reads=reads, writes=writes)
 
     def attend(self, layer: int, micro_batch: int) -> None:
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             return
         cache = self._input("kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
@@ -347,14 +287,14 @@ class Program:
         self._add(Op.ATTN, layer, micro_batch, self._cores, reads=reads, writes=writes)
 
     def load_kv(self, layer: int, micro_batch: int) -> None:
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             return
         reads = (self._input("device_kv", layer, micro_batch),)
         writes = (self._staged_kv(layer, micro_batch),)
         self._add(Op.KV, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def append(self, layer: int, micro_batch: int) -> None:
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             return
         cache = self._input("device_kv", layer, micro_batch)
         reads = (self._ringed("host_qkv", layer, micro_batch), cache)
@@ -364,7 +304,7 @@ class Program:
         """Attend to staged KV, or update states; nothing if no row attends on the device."""
         qkv = self._ringed("qkv", layer, micro_batch)
         writes: tuple[Buffer, ...] = (self._ringed("device_attention", layer, micro_batch),)
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             states = self._input("device_states", layer, micro_batch)
             reads, writes = (qkv, states), (states, *writes)
         elif self._form.has_device_attention:
@@ -385,14 +325,14 @@ class Program:
         self.attend_on_device(layer, micro_batch)
 
     def load_hidden(self, layer: int, micro_batch: int) -> None:
-        if self._form.layers[layer].has_states:
+        if self._form.layers[layer].states_on_device:
             return
         reads = (self._ringed("host_attention", layer, micro_batch),)
         writes = (self._ringed("attention", layer, micro_batch),)
         self._add(Op.HID, layer, micro_batch, Resource.HTOD, reads=reads, writes=writes)
 
     def post(self, layer: int, micro_batch: int) -> None:
-        has_states = self._form.layers[layer].has_states
+        has_states = self._form.layers[layer].states_on_device
         on_host = self._form.has_cpu_attention and not has_states
         on_device = self._form.has_device_attention or has_states
         attended = [self._ringed("attention", layer, micro_batch)] * on_host

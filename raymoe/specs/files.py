@@ -53,8 +53,11 @@ def local_model(model_source: str | Path) -> Path | None:
     if path.is_dir():
         return path
     if path.exists() or not is_hub_name(name):
-        kind = "a file" if path.exists() else "not there, and not a name on the Hugging Face hub"
-        error = ConfigError(f"the model {name!r} is {kind}; give a directory with config.json")
+        kind = "a file" if path.exists() else "neither a directory nor a name on the hub"
+        error = ConfigError(
+            f"the model {name!r} is {kind}; give a directory with config.json, or OWNER/NAME of a "
+            "model on the Hugging Face hub"
+        )
         raise error.at(path=path)
     return None
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.config import ConfigFields
-from raymoe.specs.families.published import DENSE, SLIDING, SPARSE
+from raymoe.specs.families.published import DENSE, SPARSE
 from raymoe.specs.families.rules import (
     ClampRule,
     MoeRule,
@@ -29,7 +29,7 @@ from raymoe.specs.layers import (
     RouterSpec,
     SharedSpec,
 )
-from raymoe.specs.rope import RopeSpec
+from raymoe.specs.rope import SLIDING, RopeSpec
 
 # By the type of a layer, and its attention.
 ParseRope = Callable[[str, AnyAttentionSpec], RopeSpec]

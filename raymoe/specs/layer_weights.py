@@ -226,10 +226,6 @@ class WeightPart:
     name: str  # "attention", "common" (dense network or shared expert) or "expert <n>"
     shapes: Mapping[str, Shape]  # by canonical name without the layer's prefix, in memory order
 
-    @property
-    def num_elements(self) -> int:
-        return num_elements(self.shapes.items())
-
 
 def layer_parts(layer: LayerSpec, hidden_size: int) -> tuple[WeightPart, ...]:
     """The parts of a layer in memory order, without empty ones."""

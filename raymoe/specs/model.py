@@ -53,7 +53,7 @@ from raymoe.specs.layers import (
 )
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
-from raymoe.specs.weight_format import ITEM_BYTES, PLAIN_FORMATS, WeightFormat
+from raymoe.specs.weight_format import PLAIN_FORMATS, WeightFormat
 
 __all__ = [
     "OVERFLOWS_IN_FLOAT16",
@@ -197,7 +197,7 @@ class ModelSpec:
     def stored_bytes(self) -> int:
         """Bytes of all weights in a checkpoint; bfloat16 if the configuration names no type."""
         plain = PLAIN_FORMATS[self.dtype or "bfloat16"]
-        return self.weight_bytes(ITEM_BYTES[plain.dtype])
+        return self.weight_bytes(plain.item_bytes)
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights: as stored if quantised, else `bytes_per_element` each."""

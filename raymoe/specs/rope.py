@@ -96,7 +96,7 @@ class RopeSpec:
         return self.max_position_embeddings
 
 
-WINDOWED = "sliding_attention"
+SLIDING = "sliding_attention"
 NTK_ALPHA = "dynamic with alpha"
 MSCALE = "longrope with mscale"
 
@@ -183,7 +183,7 @@ def parse_rope(
         )
     if fields.get("rope_theta") is None:
         if isinstance(default_theta, Mapping):  # as Gemma-3 names them
-            default_theta = default_theta["local" if layer_type == WINDOWED else "global"]
+            default_theta = default_theta["local" if layer_type == SLIDING else "global"]
         fields["rope_theta"] = default_theta
     interleave = config.get("rope_interleave")
     spec = RopeSpec(
@@ -232,7 +232,7 @@ def _merge(
     parameters = config.get("rope_scaling") or config.get("rope_parameters")
     is_by_layer_type = rule.is_by_layer_type
     if rule.has_old_form and config.get("rope_parameters") is None:
-        if layer_type == WINDOWED:
+        if layer_type == SLIDING:
             return {"rope_theta": config.get(rule.windowed_theta or "")}
         parameters, is_by_layer_type = config.get("rope_scaling") or {}, False
     if parameters is None:

@@ -103,14 +103,16 @@ class _Divided:
         return replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def _dense(self, dense: DenseSpec) -> DenseSpec:
-        return replace(dense, hidden=self._share("columns of the network", dense.hidden))
+        return replace(
+            dense, hidden=self._share("columns in its feed-forward network", dense.hidden)
+        )
 
     def _moe(self, moe: MoeSpec) -> MoeSpec:
         shared = moe.shared
         if shared is not None:
-            hidden = self._share("columns of the shared expert", shared.hidden)
+            hidden = self._share("columns in its shared expert", shared.hidden)
             shared = replace(shared, hidden=hidden)
-        hidden = self._share("columns of an expert", moe.expert_hidden)
+        hidden = self._share("columns in an expert", moe.expert_hidden)
         return replace(moe, expert_hidden=hidden, shared=shared)
 
     def _share(self, what: str, number: int) -> int:

@@ -83,6 +83,10 @@ class PlainFormat(WeightFormat):
     name: str
     dtype: str
 
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         return (_codes(rows, columns, self.dtype),)
 
@@ -387,6 +391,7 @@ PLAIN_FORMATS: Mapping[str, PlainFormat] = {
     "float16": PlainFormat("float16", "F16"),
     "bfloat16": PlainFormat("bfloat16", "BF16"),
 }
+BFLOAT16_BYTES = PLAIN_FORMATS["bfloat16"].item_bytes
 
 
 def _codes(rows: int, columns: int, dtype: str) -> Piece:

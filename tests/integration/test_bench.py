@@ -21,7 +21,7 @@ from raymoe.measure.jobs import (
     prefill_job,
     scan_job,
 )
-from raymoe.plan.cost import StepShape
+from raymoe.plan.work import MicroBatchShape
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.hardware import HardwareSpec
@@ -119,15 +119,12 @@ def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None
     prompt_tokens = sum(workload.prompt_lengths())
     for run in runs:
         prefill, *decodes = [pair.shape for pair in run]
-        assert prefill.tokens == prefill.prefill_tokens == prompt_tokens
-        assert prefill.prefill_pairs == sum(n * (n + 1) // 2 for n in workload.prompt_lengths())
+        assert prefill.tokens == prefill.host.rows == prompt_tokens
+        assert prefill.host.decode_rows == 0
+        assert prefill.host.prompt_pairs == sum(n * (n + 1) // 2 for n in workload.prompt_lengths())
         for step, shape in enumerate(decodes, 1):
             contexts = prompt_tokens + workload.num_rows * step
-            assert shape == dataclasses.replace(
-                StepShape.decode(workload.num_rows, 0),
-                attention_pairs=contexts,
-                context_tokens=contexts,
-            )
+            assert shape == MicroBatchShape.decode(workload.num_rows, contexts / workload.num_rows)
     kinds = times_by_kind(runs)
     assert [(each.kind, each.num_steps) for each in kinds] == [
         ("prefill", 1), ("decode", 7), ("all", 8),
@@ -140,15 +137,15 @@ def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None
         assert set(each.gap_by_op) == {"embed", "pre", "attn", "post", "experts", "head"}
 
 
-def pair_of(shape: StepShape, predicted_s: float, measured_s: float) -> StepPair:
+def pair_of(shape: MicroBatchShape, predicted_s: float, measured_s: float) -> StepPair:
     task = Task(op=Op.HEAD, layer=0, part=0, resource=Resource.CPU)
     timelines = [Timeline("", (Span(task, 0.0, each),)) for each in (predicted_s, measured_s)]
     return StepPair(shape, *timelines)
 
 
 def test_times_of_a_kind_are_medians_over_runs_of_sums_over_passes() -> None:
-    decode, prefill = StepShape.decode(4, 9), StepShape.prefill(2, 9)
-    mixed = dataclasses.replace(prefill, tokens=prefill.tokens + 1)
+    decode, prefill = MicroBatchShape.decode(4, 9), MicroBatchShape.prefill(2, 9, is_on_host=True)
+    mixed = prefill + MicroBatchShape.decode(1, 9)
     runs = [
         [pair_of(prefill, 8, 4 * slow), pair_of(decode, 1, slow), pair_of(decode, 2, 2 * slow)]
         for slow in (1.0, 9.0, 2.0)

@@ -355,7 +355,7 @@ def test_options_of_answers_become_sampling_parameters(tmp_path, capfd):
     }
     params = generate_command._read_params(given)
     assert (params.n, params.stop) == (4, ("\n\n", "END"))
-    assert json.loads(params.form.json) == schema
+    assert json.loads(params.structured_outputs_params.json) == schema
     assert "the 4 answers of a row are equal at temperature 0" in capfd.readouterr().err
     # As typer has options that were not given.
     more = {"stop": (), "sampling_params": '{"stop": ["x"]}'}

@@ -8,7 +8,7 @@ import torch
 from raymoe.device.cuda import CudaDevice
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
 from raymoe.memory import shared_file
-from raymoe.plan.device_step import workspace_bytes
+from raymoe.plan.footprint import workspace_bytes
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB

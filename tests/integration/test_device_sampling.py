@@ -3,7 +3,7 @@
 import pytest
 
 from raymoe.engine import core, sampler
-from raymoe.kernels import cpu_elementwise
+from raymoe.kernels import elementwise
 from raymoe.plan.policy import DevicePolicy
 from tests.integration import test_schedules as schedules
 
@@ -37,7 +37,7 @@ def test_a_device_chooses_the_tokens_of_the_host(
 
     def counted(logits_CV, draws_R4):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_elementwise, "triton_runs_on", lambda _device: True)
+            patch.setattr(elementwise, "triton_runs_on", lambda _device: True)
             sent.append(len(draws_R4))
             return choose(logits_CV, draws_R4)
 

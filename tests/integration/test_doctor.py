@@ -124,4 +124,4 @@ def test_the_exit_code_is_that_of_failures(
 
 def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--device", "tpu"]) == 2
-    assert "unknown device of the doctor 'tpu'" in capsys.readouterr().err
+    assert "unknown --device 'tpu'" in capsys.readouterr().err

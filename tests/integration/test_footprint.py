@@ -7,7 +7,7 @@ import pytest
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import rank_model
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import workspace_bytes
+from raymoe.plan.footprint import workspace_bytes
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import KIB

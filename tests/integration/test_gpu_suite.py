@@ -82,11 +82,11 @@ def test_a_part_is_measured_once_and_shown_each_time(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--contender", "cgopip"], "unknown contender of the GPU suite 'cgopip'"),
-        (["--shape", "mixtral"], "unknown shape of the GPU suite 'mixtral'"),
-        (["--workload", "W1"], "unknown workload of the GPU suite 'W1'"),
-        (["--device", "cpu"], "unknown device of the GPU suite 'cpu'"),
-        (["--device", "cuda", "--hardware", "l4"], "a GPU has its own"),
+        (["--contender", "cgopip"], "unknown --contender of the suite gpu 'cgopip'"),
+        (["--shape", "mixtral"], "unknown --shape of the suite gpu 'mixtral'"),
+        (["--workload", "W1"], "unknown --workload of the suite gpu 'W1'"),
+        (["--device", "cpu"], "unknown --device 'cpu'"),
+        (["--device", "cuda", "--hardware", "l4"], "is for --device emulated"),
         (["--hardware", "l5"], "unknown hardware preset 'l5'"),
         (["--suite", "tpu"], "unknown suite 'tpu'"),
     ],
@@ -127,7 +127,7 @@ def test_a_part_that_fails_does_not_end_the_suite_and_runs_again(
     too_small = ("--device-memory", "100MiB", *contenders("raymoe", ACCELERATE))
     assert bench(tmp_path, *too_small) == 1
     shown = capsys.readouterr()
-    assert "1 of 2 parts failed (tiny smoke raymoe)" in " ".join(shown.err.split())
+    assert "1 of 2 measurements failed (tiny smoke raymoe)" in " ".join(shown.err.split())
     assert "raymoe failed: InfeasiblePlanError: " in " ".join(shown.out.split())
     failed, skipped = read_results(tmp_path / "gpu.jsonl")
     assert (failed.status, skipped.status) == (Status.FAILED, Status.SKIPPED)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from raymoe.kernels import cpu_elementwise, gpu_attention_batch, paged_kv
+from raymoe.kernels import elementwise, gpu_attention_batch, paged_kv
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.model import device_experts, feed_forward, loading
 from raymoe.plan.policy import DevicePolicy
@@ -83,12 +83,12 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
     monkeypatch.setattr(Launch, "run", counted_run)
     monkeypatch.setattr(runner, "bind_device", bind_and_count)
-    for module in (cpu_elementwise, feed_forward, loading, paged_kv):
+    for module in (elementwise, feed_forward, loading, paged_kv):
         monkeypatch.setattr(module, "triton_runs_on", lambda _: hasattr(current, "calls"))
     for name in ("_norm_is_native", "_rope_is_native", "_router_is_native"):
-        is_native = getattr(cpu_elementwise, name)
+        is_native = getattr(elementwise, name)
         monkeypatch.setattr(
-            cpu_elementwise,
+            elementwise,
             name,
             lambda *args, is_native=is_native: not hasattr(current, "calls") and is_native(*args),
         )

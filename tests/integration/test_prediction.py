@@ -20,11 +20,12 @@ from raymoe.engine.accuracy import Accuracy, load_of
 from raymoe.engine.engine import Engine
 from raymoe.engine.sequence import SchedulerOutput
 from raymoe.engine.step_costs import EmulatedTiming
-from raymoe.plan.pages import PageCut, layer_pages
+from raymoe.plan.placement import layer_sizes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork, StepLoad
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
@@ -159,7 +160,7 @@ def stand_in_policy(plan: Plan, name: str, model: ModelSpec) -> Policy:
     device = plan.policy.device
     assert device is not None
     large, small = (
-        layer_pages(spec, size, page_bytes=1 << 50).streamed_bytes
+        sum(layer.total for layer in layer_sizes(spec, size))
         for spec, size in ((first_layers(model_preset(name)), 2), (model, 4))
     )
     scaled = dataclasses.replace(
@@ -174,16 +175,25 @@ def emulated_timing_of(name: str, plan: Plan, hardware: HardwareSpec):
     """Costs of the large model for the steps of the small one."""
 
     def make(
-        device: EmulatedDevice, _work: object, _node: object, cuts: tuple[PageCut, ...]
+        device: EmulatedDevice,
+        _work: object,
+        _node: object,
+        cuts: tuple[tuple[LayerPlacement, ...], ...],
     ) -> EmulatedTiming:
         (cut,) = cuts
-        scale = plan.steps.steps.cut.streamed_bytes / cut.streamed_bytes
-        pages = tuple(tuple(round(scale * size) for size in layer) for layer in cut.page_bytes)
+        streamed_bytes = sum(sum(layer.page_bytes) for layer in cut)
+        scale = plan.steps.placement.streamed_bytes / streamed_bytes
+        layers = tuple(
+            dataclasses.replace(
+                layer, page_bytes=tuple(round(scale * size) for size in layer.page_bytes)
+            )
+            for layer in cut
+        )
         return EmulatedTiming(
             device,
             ModelWork.of(first_layers(model_preset(name)), 2),
             hardware,
-            (dataclasses.replace(cut, page_bytes=pages),),
+            (layers,),
         )
 
     return make

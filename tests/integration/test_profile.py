@@ -113,7 +113,7 @@ def test_the_command_shows_keeps_and_writes_all_rates(
     assert HardwareSpec.from_file(out).name == "node 1"
     for text in (
         "node 1: 2 threads", "projection", "16 rows", "82 GFLOP/s", "decode attention, many heads",
-        "140 GFLOP/s", "both at once, to device", "11.0 GB/s", "while the CPU attends", "9.0 GB/s",
+        "140 GFLOP/s", "both directions at once", "11.0 GB/s", "during attention on", "9.0 GB/s",
     ):  # fmt: skip
         assert text in shown.out
     assert cli.run(["profile", "--json"]) == 0

@@ -12,9 +12,9 @@ import transformers
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.memory.checkpoint import Checkpoint
-from raymoe.plan.device_search import DeviceJob, DeviceSizes, SearchPoint
-from raymoe.plan.device_step import device_footprint
+from raymoe.plan.footprint import device_footprint
 from raymoe.plan.policy import DevicePolicy, Footprint, Policy
+from raymoe.plan.sizes import JobOnNode, SearchPoint, Sizes
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
@@ -116,10 +116,10 @@ def test_packed_codes_give_the_tokens_of_packed_weights(name: str) -> None:
 def smallest_footprint(spec: ModelSpec, schedule: str, slot_layers: float) -> Footprint:
     """What one sequence needs on the device, with so many layers in its weight slots."""
     node, work = hardware_preset("l4"), ModelWork.of(spec, 4)
-    job = DeviceJob(
+    job = JobOnNode(
         model=spec, work=work, hardware=node, workload=WORKLOAD, max_model_len=spec.max_model_len
     )
-    sizes = DeviceSizes(job, schedule=schedule)
+    sizes = Sizes(job, schedule=schedule)
     point = sizes.fixed(SearchPoint(1.0, 1, False, 0, 1.0, 1024, slot_layers))
     steps = sizes.sized(point, max_num_seqs=1, num_kv_blocks=job.min_blocks)
     return device_footprint(spec, work, steps)

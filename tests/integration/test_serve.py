@@ -26,7 +26,7 @@ from raymoe.data.journal import journal_files
 from raymoe.data.observer import METRICS
 from raymoe.data.status import ActorStatus, RowCounts, make_status_directory, write_record
 from raymoe.engine.outputs import EngineStats
-from raymoe.openai.direct import ERROR_COLUMN, IDLE_BEFORE_A_BATCH_S, DirectRequests
+from raymoe.openai.direct import IDLE_BEFORE_A_BATCH_S, REQUEST_ERROR_COLUMN, DirectRequests
 from raymoe.openai.jobs import BatchWorker, Process
 from raymoe.openai.store import ENDED, ApiError, Store
 from tests.integration.test_cli_batch import request
@@ -581,7 +581,11 @@ def wait_for_parts(store, batch_id):
 def test_requests_at_once_share_an_engine_until_a_batch_wants_the_machine(tmp_path):
     arguments = ["--model", str(raymoe.demo_model_path()), "--temperature", "0"]
     options, config = check_batch_options(arguments)
-    options |= {"engine_config": config, "id_column": "custom_id", "error_column": ERROR_COLUMN}
+    options |= {
+        "engine_config": config,
+        "id_column": "custom_id",
+        "error_column": REQUEST_ERROR_COLUMN,
+    }
     made = []
 
     def make():

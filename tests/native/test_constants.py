@@ -4,11 +4,11 @@ import pytest
 
 from raymoe import _native
 from raymoe.codecs import INT4_ZERO
-from raymoe.kernels.cpu_elementwise import MAX_NATIVE_EXPERTS, MAX_NATIVE_HEAD_DIM
+from raymoe.kernels.elementwise import MAX_NATIVE_EXPERTS, MAX_NATIVE_HEAD_DIM
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
+from raymoe.plan.policy import KV_BLOCK_TOKENS
 from raymoe.specs.layer_config import HEAD_DIM_MULTIPLE
 
 

@@ -10,7 +10,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 from raymoe import _native
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES, add_rms_norm_, rms_norm, rms_norm_reference
+from raymoe.kernels.elementwise import FLOAT_DTYPES, add_rms_norm_, rms_norm, rms_norm_reference
 
 SHAPES = [(0, 8), (1, 1), (3, 7), (2, 64), (5, 129), (33, 1000), (40, 1024)]
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}

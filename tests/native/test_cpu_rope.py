@@ -12,7 +12,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     Projected,
     Steps,

@@ -9,7 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import FLOAT_DTYPES, add_gated_, route, route_reference
+from raymoe.kernels.elementwise import FLOAT_DTYPES, add_gated_, route, route_reference
 
 pytestmark = pytest.mark.usefixtures("isa")
 

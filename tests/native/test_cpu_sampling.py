@@ -6,7 +6,7 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     RandomKeys,
     argmax,
@@ -14,7 +14,6 @@ from raymoe.kernels.cpu_elementwise import (
     gumbel_argmax,
     gumbel_argmax_reference,
     gumbel_noise,
-    log_softmax_at,
     log_sum_exp,
     philox4x32,
     topk_logprobs,
@@ -187,19 +186,11 @@ def test_huge_logits_win_and_tiny_differences_do_not_decide(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_log_probabilities_equal_torch(
-    isa: str, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_log_sum_exp_equals_torch(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = random_logits(*shape, dtype)
-    want = logits.double().log_softmax(-1)
     torch.testing.assert_close(
         log_sum_exp(logits).double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6
     )
-    ids = torch.arange(shape[0]) % shape[1]
-    got = log_softmax_at(logits, ids).double()
-    torch.testing.assert_close(got, want.gather(1, ids[:, None])[:, 0], rtol=1e-6, atol=2e-6)
-    two = torch.stack([ids, torch.zeros_like(ids)], dim=1)
-    assert torch.equal(log_softmax_at(logits, two)[:, 0], log_softmax_at(logits, ids))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)

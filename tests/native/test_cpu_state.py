@@ -14,7 +14,7 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_state import causal_conv, scan
+from raymoe.kernels.state import causal_conv, scan
 
 pytestmark = pytest.mark.usefixtures("isa")
 

@@ -2,14 +2,14 @@
 
 The published rates are end to end: all generated tokens over the time of prefill and decode. The
 simulated ones are of one decode step, at half of the generated tokens, with kernels at the rates of
-`device_cost`. So the rates are above the published ones, and it is their ratio that is compared.
+`cost`. So the rates are above the published ones, and it is their ratio that is compared.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.pages import cut_pages, layer_sizes
+from raymoe.plan.cost import StepCost
+from raymoe.plan.placement import layer_sizes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.builders import build_cgopipe, build_flexgen_s4
 from raymoe.schedule.graph import Schedule
@@ -17,6 +17,7 @@ from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import Timeline, simulate
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.presets_models import model_preset
+from tests.unit.plan.device_jobs import placed
 
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 36, 14
 PROMPT_TOKENS, GENERATED_TOKENS = 418, 128
@@ -84,7 +85,7 @@ def _simulate(
 ) -> Anchor:
     model = model_preset("mixtral-8x7b")
     sizes = layer_sizes(model, BYTES_PER_ELEMENT)
-    cut = cut_pages(sizes, resident_bytes=sum(size.common for size in sizes))
+    cut = placed(sizes, resident_bytes=sum(size.common for size in sizes))
     context = PROMPT_TOKENS + GENERATED_TOKENS // 2
     micro_batch = MicroBatchShape.decode(
         MICRO_BATCH_SIZE, context, cpu_attention_fraction=float(on_cpu)
@@ -95,11 +96,11 @@ def _simulate(
         has_cpu_attention=on_cpu,
         has_device_attention=not on_cpu,
     )
-    cost = DeviceCost(
+    cost = StepCost(
         ModelWork.of(model, BYTES_PER_ELEMENT),
         node,
         micro_batches=(micro_batch,) * NUM_MICRO_BATCHES,
-        page_bytes=cut.page_bytes,
+        layers=cut.layers,
     )
     return Anchor(
         published_tokens_per_s=published,

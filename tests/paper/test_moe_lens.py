@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
 from raymoe.plan.job import job_steps
 from raymoe.plan.papers.hrm import PaperModel
 from raymoe.plan.papers.moe_lens import (
@@ -21,7 +20,7 @@ from raymoe.plan.papers.moe_lens import (
     stage2,
     tokens_to_saturate,
 )
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.presets_models import model_preset

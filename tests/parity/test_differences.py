@@ -90,7 +90,7 @@ def test_a_model_that_differs_says_so(
     make_checkpoint(configuration(name), tmp_path)
     assert run(["models", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "differs on purpose" in printed
+    assert "differs from transformers" in printed
     (found,) = differences_of(ModelSpec.from_directory(tmp_path))
     assert NAMES[name] in found
 

@@ -197,7 +197,7 @@ def test_a_row_that_ends_every_process_it_is_in(cases, tiny_model, tmp_path, ope
     assert 4 <= job.num_deaths() <= 6
     row_id = rows[poison]["id"]
     bad = json.loads(found.pop(row_id))
-    assert "this row ended the process 2 times" in bad["__inference_error__"]
+    assert "this row crashed the process 2 times" in bad["__inference_error__"]
     assert bad["finish_reason"] == "error"
     assert found == {one: line for one, line in expected.items() if one != row_id}
 

@@ -20,7 +20,7 @@ from raymoe.engine.accuracy import load_of_scheduled_tokens
 from raymoe.engine.load import EngineParts
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import ConfigError
-from raymoe.plan.device_step import LOGIT_CHUNK_ROWS
+from raymoe.plan.footprint import LOGIT_CHUNK_ROWS
 from raymoe.plan.job import StepTimes
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy

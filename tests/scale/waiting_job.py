@@ -19,7 +19,7 @@ import ray.data
 from raymoe.assets import demo_model_path
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.errors import ExecutionError
-from raymoe.processes import Usage, descendants, usage_of
+from raymoe.processes import Usage, usage_of
 from raymoe.specs.workload import Workload
 from tests.scale.figures import Run, steady_rate
 from tests.scale.waiting import WaitingModel
@@ -204,3 +204,22 @@ def _steps(logs: Iterable[list[ActorMoment]]) -> list[tuple[float, int]]:
         for before, after in itertools.pairwise(moments)
     ]
     return sorted(steps)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return children, grandchildren and so on, as of now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    left = [pid]
+    while left:
+        new = set(children.get(left.pop(), ())) - found
+        found |= new
+        left += new
+    return found

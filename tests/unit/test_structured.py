@@ -16,7 +16,7 @@ def test_a_schema_may_be_a_mapping_or_text_and_the_options_too():
         StructuredOutputs.of({"json": SCHEMA}),
         StructuredOutputs.of({"json": json.dumps(SCHEMA), "regex": None, "json_object": False}),
         StructuredOutputs.of(json.dumps({"json": SCHEMA})),
-        SamplingParams(structured_outputs={"json": SCHEMA}).form,
+        SamplingParams(structured_outputs={"json": SCHEMA}).structured_outputs_params,
     ]
     assert len({form.digest for form in forms}) == 1
     assert json.loads(forms[0].json) == SCHEMA

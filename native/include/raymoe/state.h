@@ -1,5 +1,5 @@
 // Layers whose cache is a state of fixed size for each sequence: short causal convolutions and the
-// gated recurrences of linear attention. See raymoe/kernels/cpu_state.py.
+// gated recurrences of linear attention. See raymoe/kernels/state.py.
 #pragma once
 
 #include <cstdint>

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from raymoe.bench.contenders import PAD_TOKEN_ID
 from raymoe.bench.gpu.node import (
     DTYPES,
     HostMemory,
@@ -22,7 +23,6 @@ from raymoe.bench.gpu.node import (
 )
 from raymoe.bench.gpu.report import RunRecorder, draw_steady_step
 from raymoe.bench.gpu.settings import (
-    BYTES_PER_ELEMENT,
     GPU_WORKLOADS,
     SCHEDULES,
     BusyShares,
@@ -36,6 +36,7 @@ from raymoe.bench.gpu.settings import (
     shape_spec,
     write_shape,
 )
+from raymoe.bench.steps import WARM_UP_ROWS
 from raymoe.bench.workloads import random_prompts
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.host import peak_rss_bytes
@@ -49,6 +50,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, ceil_div, format_bytes, format_seconds
 
@@ -92,15 +94,14 @@ def _largest(plan_of: PlanOf, rows: RowStatistics, max_rows: int, seconds: float
             break
         num_rows = max(1, min(num_rows - 1, int(MARGIN * num_rows * seconds / needed_s)))
     raise ConfigError(
-        f"{num_rows} rows take {format_seconds(needed_s)} and there are {format_seconds(seconds)}; "
-        "allow more with --part-limit, or choose fewer layers (--layers) or shorter rows"
+        f"{num_rows} rows take {format_seconds(needed_s)}, and {format_seconds(seconds)} are left "
+        "for them; raise --part-limit, or choose fewer layers (--layers) or shorter rows"
     )
 
 
 # Share of what a part's limit leaves after loading; the rest is for runs slower than predicted.
 JOB_SHARE = 0.7
 START_S = 20.0  # importing, compiling, warming up, and the step that is profiled
-WARM_UP_ROWS = 8
 LINGER_S = 60.0  # start no step before all rows have arrived
 
 Prompts = Sequence[list[int]]
@@ -122,7 +123,7 @@ def measure_engine(
     """Plan, load, and run the job's prefill and then the whole job; pictures go to `out`."""
     contender = SCHEDULES[settings.contender]
     spec = shape_spec(settings.shape, settings.num_layers)
-    weight_bytes = ModelWork.of(spec, BYTES_PER_ELEMENT).all_weight_bytes
+    weight_bytes = ModelWork.of(spec, BFLOAT16_BYTES).all_weight_bytes
     left_s = settings.limit_s - START_S - memory.load_seconds(weight_bytes)
     plan = fitting_plan(
         lambda workload: contender.plan(spec, node, workload)[0],
@@ -141,7 +142,7 @@ def measure_engine(
     workload = plan.workload
     device = plan.policy.device
     bound = device_bound(
-        ModelWork.of(spec, BYTES_PER_ELEMENT),
+        ModelWork.of(spec, BFLOAT16_BYTES),
         node,
         workload,
         has_host_experts=device is not None and device.cpu_experts_fraction > 0,
@@ -185,8 +186,8 @@ def _run(
     assert report is not None, "an engine with a plan reports every run"
     if report.num_steps != recorder.num_steps:
         raise ExecutionError(
-            f"the job came apart: {recorder.num_steps} steps, of which the engine saw "
-            f"{report.num_steps} in its last run"
+            f"the engine reported {report.num_steps} of the {recorder.num_steps} steps of the job, "
+            "as it was idle in between; repeat the measurement"
         )
     return _Run(
         load_s=load_s,
@@ -261,10 +262,9 @@ def _predicted(plan: Plan, run: _Run) -> PredictedFigures:
     )
 
 
-RUNTIME_BYTES = GIB  # device memory of kernels, workspaces and the allocator's rounding
+ACCELERATE_BYTES = GIB  # device memory of kernels, workspaces and the allocator's rounding
 LAYERS_AT_ONCE = 2  # layers of weights on the device: the computing one and kernels' copies
 MIN_STEP_S = 1e-6  # prefill times may vary by more than a step takes
-PAD_TOKEN_ID = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     rows = GPU_WORKLOADS[settings.workload]
     spec = shape_spec(settings.shape, settings.num_layers)
     # This contender holds all weights in 16 bits, whatever the stored format.
-    work = ModelWork.of(replace(spec, quantization=None), BYTES_PER_ELEMENT)
+    work = ModelWork.of(replace(spec, quantization=None), BFLOAT16_BYTES)
     sizes = sizes_that_fit(work, rows, settings.max_rows, node.gpu_memory_bytes)
     begin_s = time.perf_counter()
     model = make_model(shape_config(settings.shape, settings.num_layers), device)
@@ -299,7 +299,7 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
     runner = BatchRunner(model=model, device=device, rows=rows, seconds=JOB_SHARE * left_s)
     run = runner.run_largest(sizes.max_num_seqs)
     job = replace(rows, min_prompt=rows.mean_prompt, max_prompt=rows.mean_prompt)
-    stored = ModelWork.of(spec, BYTES_PER_ELEMENT)
+    stored = ModelWork.of(spec, BFLOAT16_BYTES)
     bound = device_bound(stored, replace(node, htod_bytes_per_s=pinned), job.job(run.max_num_seqs))
     return Figures(
         schedule="hooks",
@@ -322,13 +322,13 @@ def measure_accelerate(settings: PartSettings, node: HardwareSpec, device: str) 
 def sizes_that_fit(work: ModelWork, rows: RowStatistics, max_rows: int, device_bytes: int) -> Sizes:
     """The largest batch and the bytes of weights that stay with it; `work` is in 16 bits."""
     largest = max(layer.weight_bytes(layer.num_experts) for layer in work.kinds)
-    fixed = RUNTIME_BYTES + LAYERS_AT_ONCE * max(largest, work.head.num_bytes)
+    fixed = ACCELERATE_BYTES + LAYERS_AT_ONCE * max(largest, work.head.num_bytes)
     row = _row_bytes(work, rows)
     fitting = int((device_bytes - fixed) // row)
     if fitting < 1:
         raise ConfigError(
             f"accelerate needs {format_bytes(fixed + row)} of device memory for one row, two "
-            f"layers and its workspaces; the cap is {format_bytes(device_bytes)}"
+            f"layers and its workspaces; --device-memory allows {format_bytes(device_bytes)}"
         )
     batch = min(fitting, max_rows)
     spare = device_bytes - fixed - batch * row
@@ -408,7 +408,10 @@ class BatchRunner:
             except torch.cuda.OutOfMemoryError:
                 max_num_seqs //= 2
             torch.cuda.empty_cache()
-        raise ConfigError("not one row fits the device memory beside what accelerate moves there")
+        raise ConfigError(
+            "not even one row fits in device memory beside the layers that "
+            "accelerate copies there; raise --device-memory"
+        )
 
     def run(self, max_num_seqs: int) -> BatchTimes:
         """Time as many decode steps as prefill and step times allow."""

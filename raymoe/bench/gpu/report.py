@@ -67,7 +67,7 @@ class RunRecorder:
         self.num_steps += 1
         maximum = self.steady.load.decode_rows if self.steady else 1
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
-            context = shape.context_tokens / shape.tokens
+            context = shape.host.context_tokens / shape.tokens
             load = StepLoad(decode_rows=shape.tokens, decode_context=context)
             self.steady = SteadyStep(load, self.last_timeline)
 
@@ -136,14 +136,15 @@ MORE_COLUMNS = (
     "schedule (policy)",
 )
 LEGEND = (
-    "Tokens per second. Prefill: prompt tokens of the job with one new token for each row; decode: "
-    "the other generated tokens over the time beyond that; end to end: all generated tokens over "
-    "all of it (~: the first steps stand for all). Link: weights while their pages were copied, of "
-    "the rate of pinned copies just before. GPU busy: share of a decode step in which a kernel "
-    "ran; tasks: share of the steps in which each resource had one, with the gaps between "
-    "its kernels (in: host to device). To plan: how much longer the job took than its plan said. "
-    "Bound: bytes and operations of the job at the rates of the node, nothing lost. Load: weights "
-    "written to host memory and pinned."
+    "Prefill, decode and end to end are tokens per second: prompt tokens over the time of the same "
+    "job with one new token for each row, the other generated tokens over the remaining time, and "
+    "all generated tokens over the whole time (~: extrapolated from the first steps). Link: the "
+    "rate at which weights were copied to the GPU, beside the rate of pinned copies just before. "
+    "GPU busy: the share of a decode step in which a kernel ran. Tasks: the share of the steps in "
+    "which each resource had a task, including gaps between its kernels (in: host to device, out: "
+    "device to host). To plan: how much longer the job took than planned. Of bound: the share of "
+    "the rate at which this node could move the bytes and do the operations of the job without any "
+    "overhead. Load: the time to write the weights to host memory and pin them."
 )
 
 

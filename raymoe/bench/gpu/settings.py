@@ -21,6 +21,7 @@ from raymoe.specs.files import from_plain, read_text
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
+from raymoe.specs.weight_format import BFLOAT16_BYTES
 from raymoe.specs.workload import Workload
 
 # Part of the key of a result; raise it when the measurements change.
@@ -117,7 +118,6 @@ GPU_WORKLOADS: Mapping[str, RowStatistics] = {
 DEFAULT_WORKLOADS = ("mtbench-64", "512-256")
 Config = Mapping[str, object]
 
-BYTES_PER_ELEMENT = 2
 # Share of host memory for weights; the rest is for KV. And share of device memory for weights that
 # stay there, and need no place on the host.
 WEIGHT_SHARE, RESIDENT_SHARE = 0.8, 0.5
@@ -167,7 +167,7 @@ def layers_that_fit(name: str, node: HardwareSpec, generated_tokens: int, second
         (
             count
             for count in range(maximum, 1, -1)
-            if _fits(ModelWork.of(shape_spec(name, count), BYTES_PER_ELEMENT), node)
+            if _fits(ModelWork.of(shape_spec(name, count), BFLOAT16_BYTES), node)
             and generated_tokens * _step_s(name, count, node) <= seconds
         ),
         1,
@@ -180,7 +180,7 @@ def _fits(work: ModelWork, node: HardwareSpec) -> bool:
 
 
 def _step_s(name: str, num_layers: int, node: HardwareSpec) -> float:
-    weights = ModelWork.of(shape_spec(name, num_layers), BYTES_PER_ELEMENT).all_weight_bytes
+    weights = ModelWork.of(shape_spec(name, num_layers), BFLOAT16_BYTES).all_weight_bytes
     return max(0.0, weights - node.gpu_memory_bytes) / node.htod_bytes_per_s
 
 

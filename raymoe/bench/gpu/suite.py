@@ -93,7 +93,7 @@ def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartRe
     results, node_file = out / RESULTS, out / "node.json"
     known = {result.key: result for result in read_results(results)}
     if suite.node.device == "cuda":
-        report("the node: a profile takes a minute where there is none yet")
+        report("measuring this machine, which takes a minute unless a profile was kept")
         node = _measure_node(suite.node, node_file, out / "logs" / "node.log")
     else:
         node = measured_node(suite.node, Settings.from_environment())
@@ -109,7 +109,7 @@ def _results(suite: SuiteSettings, out: Path, report: Report) -> Iterator[PartRe
             if time.monotonic() + part.limit_s > end_s:
                 report(
                     f"{number} of {len(parts)}: not begun, as {format_seconds(suite.total_s)} are "
-                    "nearly over; the same command goes on, or raise --suite-limit"
+                    "nearly over; the same command continues, or raise --suite-limit"
                 )
                 return
             limit = format_seconds(part.limit_s)
@@ -147,7 +147,7 @@ class PartProcesses:
         try:
             result = self._next_result(part.limit_s)
         except Empty:
-            reason = f"not done after {format_seconds(part.limit_s)}; see {log}"
+            reason = f"did not end within {format_seconds(part.limit_s)}; see {log}"
         else:
             if result is not None:
                 return result
@@ -200,7 +200,7 @@ def _read(process: "subprocess.Popen[str]", lines: "Queue[str | None]") -> None:
 
 def _ending(code: int) -> str:
     if code < 0:
-        return f"ended by signal {signal.Signals(-code).name} (of memory, perhaps)"
+        return f"ended by signal {signal.Signals(-code).name} (perhaps for lack of memory)"
     return f"ended with status {code}"
 
 
@@ -224,7 +224,7 @@ def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec
     code, _ = _run(command, log, NODE_LIMIT_S)
     if code != 0:
         lines = read_text(log).splitlines() or ["no output"]
-        raise ExecutionError(f"the node cannot be measured: {lines[-1]}; see {log}")
+        raise ExecutionError(f"this machine cannot be measured: {lines[-1]}; see {log}")
     return HardwareSpec.from_file(file)
 
 

@@ -32,15 +32,17 @@ def run(
         ),
     ] = "auto",
     num_threads: Annotated[
-        int | None, typer.Option(min=1, help="Use so many threads; all cores by default.")
+        int | None, typer.Option(min=1, help="Use this many threads; by default one for each core.")
     ] = None,
     limit: Annotated[
-        float, typer.Option(min=1, help="Begin no more checks after so many seconds.")
+        float,
+        typer.Option(min=1, help="Begin no check later than this many seconds after the start."),
     ] = 280.0,
     section: Annotated[
         list[str],
         typer.Option(
-            help=f"Check only this section, one of {', '.join(SECTIONS)}; may be repeated."
+            help=f"Check only this section, one of {', '.join(SECTIONS)}. Repeat the option "
+            "for several."
         ),
     ] = [],  # noqa: B006 - typer copies it
     as_json: Annotated[
@@ -54,10 +56,10 @@ def run(
     makes this machine slower than it could be. The exit code is 1 if a check failed.
     """
     if device not in DEVICES:
-        raise UnknownOptionError(device, DEVICES, "device of the doctor")
+        raise UnknownOptionError(device, DEVICES, "--device")
     for name in section:
         if name not in SECTIONS:
-            raise UnknownOptionError(name, SECTIONS, "section of the doctor")
+            raise UnknownOptionError(name, SECTIONS, "--section")
     begin_s = time.monotonic()
     chosen = _with_gpu() if device == "auto" else device
     target, findings = Target(device=chosen, num_threads=num_threads), []

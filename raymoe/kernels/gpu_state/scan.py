@@ -1,4 +1,4 @@
-"""Convolutions and scans of states on a device; arguments and results are those of `cpu_state`.
+"""Convolutions and scans of states on a device; arguments and results are those of `state`.
 
 Triton's kernels take one token after the other. Without Triton, and for long prompts, torch
 multiplies matrices of a chunk of tokens (WY form: Parallelizing Linear Transformers with the Delta
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import triton_runs_on
+from raymoe.kernels.elementwise import triton_runs_on
 
 Int64s = npt.NDArray[np.int64]
 
@@ -172,7 +172,7 @@ def causal_conv_on_device(  # noqa: PLR0917 - an operator: its tensors are its a
     *,
     activation: Literal["silu", "none"],
 ) -> Tensor:
-    """`cpu_state.causal_conv`; `weight_CW` is the transpose of a contiguous [W, C]."""
+    """`state.causal_conv`; `weight_CW` is the transpose of a contiguous [W, C]."""
     out_TC = inputs_TC.new_empty(inputs_TC.shape)
     if not batch.num_tokens:
         return out_TC
@@ -244,7 +244,7 @@ def scan_on_device(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its
     delta: bool,
     normalize: bool,
 ) -> Tensor:
-    """`cpu_state.scan`.
+    """`state.scan`.
 
     Bits of a token whose sequence has `MIN_CHUNKED_TOKENS` new ones, or without Triton, depend on
     how the sequence is cut into steps, and on others if the library of matrix products lets them.

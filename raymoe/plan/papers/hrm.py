@@ -177,7 +177,7 @@ class Hierarchy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class PlacedOperation:
     operation: Operation
     near_flop_per_s: float  # attainable on the GPU, which fetches host data (equation 7)
     near_roof: Roof  # the roof that limits it there
@@ -197,11 +197,11 @@ class Placement:
         return Point(self.operation.far_intensity, speed)
 
 
-def place(hierarchy: Hierarchy, operation: Operation) -> Placement:
+def place(hierarchy: Hierarchy, operation: Operation) -> PlacedOperation:
     """Place an operation under a node's roofs (MoE-Lightning, section 3.2, equations 7 to 11)."""
     roofs = hierarchy.roofs(operation)
     lowest = min(roofs, key=lambda roof: roofs[roof])
-    return Placement(
+    return PlacedOperation(
         operation=operation,
         near_flop_per_s=roofs[lowest],
         near_roof=lowest,

@@ -12,19 +12,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import (
-    KV_BLOCK_TOKENS,
-    StreamedSteps,
-    device_footprint,
-    host_footprint,
-    kv_block_bytes,
-)
-from raymoe.plan.pages import LayerBytes
+from raymoe.plan.footprint import device_footprint, host_footprint, kv_block_bytes
 from raymoe.plan.papers.hrm import BYTES_PER_ELEMENT, PaperModel
 from raymoe.plan.papers.moe_gen import GenSearch
 from raymoe.plan.papers.moe_lens import LensNode, stage2
 from raymoe.plan.papers.moe_lightning import LightningOptimizer
-from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.placement import LayerBytes, Placement
+from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Policy
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layers import LatentAttentionSpec
@@ -136,7 +130,7 @@ class PaperPolicies:
             num_kv_blocks=self._row_blocks,
             device=DevicePolicy(num_micro_batches=1, staged_blocks=self._row_blocks),
         )
-        bare = self._steps("layer_by_layer", row, resident_bytes=0)
+        bare = self._placed("layer_by_layer", row, resident_bytes=0)
         spare = self.hardware.gpu_memory_bytes - self._device_bytes(bare)
         row_bytes = self._row_blocks * kv_block_bytes(self._work)
         batch = max(1, min(workload.num_rows, spare // row_bytes))
@@ -190,25 +184,25 @@ class PaperPolicies:
 
     def _sized(self, schedule: str, wanted: Policy) -> Policy | None:
         hardware = self.hardware
-        bare = self._steps(schedule, wanted, resident_bytes=0)
+        bare = self._placed(schedule, wanted, resident_bytes=0)
         spare = hardware.gpu_memory_bytes - self._device_bytes(bare)
         if spare < 0:
             return None
         resident = min(spare, 0 if wanted.device is None else wanted.device.resident_bytes)
-        steps = self._steps(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
-        free = hardware.host_memory_bytes - host_footprint(self.model, self._work, steps).total
+        placed = self._placed(schedule, replace(wanted, num_kv_blocks=1), resident_bytes=resident)
+        free = hardware.host_memory_bytes - host_footprint(self.model, self._work, placed).total
         num_blocks = min(wanted.num_kv_blocks, 1 + free // kv_block_bytes(self._work))
         if num_blocks < self._row_blocks:
             return None
-        return replace(steps.policy, num_kv_blocks=num_blocks)
+        return replace(placed.policy, num_kv_blocks=num_blocks)
 
-    def _steps(self, schedule: str, policy: Policy, *, resident_bytes: int) -> StreamedSteps:
+    def _placed(self, schedule: str, policy: Policy, *, resident_bytes: int) -> Placement:
         device = replace(policy.device or DevicePolicy(), resident_bytes=resident_bytes)
         policy = replace(policy, device=device)
-        return StreamedSteps.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
+        return Placement.of(self.model, schedule, policy, BYTES_PER_ELEMENT)
 
-    def _device_bytes(self, steps: StreamedSteps) -> int:
-        return device_footprint(self.model, self._work, steps).total
+    def _device_bytes(self, placement: Placement) -> int:
+        return device_footprint(self.model, self._work, placement).total
 
     @property
     def _bytes_per_weight(self) -> int:

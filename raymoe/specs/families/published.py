@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults
 from raymoe.specs.files import MAX_LAYERS, integer
+from raymoe.specs.rope import SLIDING
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 
 

@@ -116,7 +116,7 @@ def test_accelerate_fills_the_device_with_rows_or_else_with_weights() -> None:
     assert 16 < many.max_num_seqs < 10_000
     kv_bytes = many.max_num_seqs * (77 + 32) * work.kv_token_bytes
     assert kv_bytes < 16 * GIB - 2 * work.layers[0].weight_bytes(8)
-    with pytest.raises(ConfigError, match=r"for one row.*the cap is 4\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"for one row.*device-memory allows 4\.00 GiB"):
         sizes_that_fit(work, ROWS, 16, 4 * GIB)
 
 
@@ -190,7 +190,7 @@ def test_parts_of_a_shape_share_a_process_until_one_fails(
 @pytest.mark.parametrize(
     ("program", "limit_s", "reason"),
     [
-        ("import time; time.sleep(60)", 0.3, "not done after 300.0 ms; see "),
+        ("import time; time.sleep(60)", 0.3, "did not end within 300.0 ms; see "),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 30.0, "by signal SIGKILL"),
         ("raise SystemExit(3)", 30.0, "ended with status 3; see "),
         ("print('nothing')", 30.0, "ended with status 0; see "),

@@ -10,10 +10,11 @@ import pytest
 
 from raymoe.errors import ExecutionError
 from raymoe.plan.draw import Colour
-from raymoe.processes import descendants, usage_of
+from raymoe.processes import usage_of
 from raymoe.specs.workload import Workload
 from tests.scale.figures import Run, describe_limit, describe_overhead, efficiencies, steady_rate
 from tests.scale.pictures import draw_efficiency, draw_memory
+from tests.scale.waiting_job import descendants
 from tests.scale.waiting_rows import RowCheck, make_rows
 
 

@@ -16,8 +16,8 @@ def test_each_task_waits_for_the_one_before_on_the_other_lane() -> None:
 def test_the_report_is_in_microseconds() -> None:
     latency = LaneLatency(same_lane_s=4e-6, other_lane_s=25.04e-6, other_lane_p99_s=90e-6)
     assert str(latency) == (
-        "from the end of a task to the start of the next: same lane 4.0 us, other lane 25.0 us "
-        "(99 %: 90.0 us), target 40 us"
+        "time between two tasks of a step: on one thread 4.0 us, on two threads 25.0 us "
+        "(99 % below 90.0 us), target 40 us"
     )
 
 

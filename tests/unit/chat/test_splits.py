@@ -20,7 +20,7 @@ from raymoe.chat.reasoning import (
     split_reasoning,
 )
 from raymoe.chat.tool_calls import (
-    TOOL_CALL_PARSERS,
+    FORMS,
     ToolCall,
     check_tool_call_parser,
     find_tool_call_parser,
@@ -178,7 +178,7 @@ WRITE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", FORMS)
 @pytest.mark.parametrize("seed", range(NUM_PER_FORM))
 def test_calls_come_back_and_cut_ones_stay_text(parser, seed):
     choose = random.Random(f"{parser}{seed}")
@@ -215,7 +215,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", FORMS)
 def test_a_malformed_call_stays_text_beside_a_good_one(parser):
     bad = f"before {MALFORMED[parser]}"
     assert split_tool_calls(parser, bad, TOOLS) == (bad, ())
@@ -396,7 +396,7 @@ def assert_quick(work: Callable[[str], object], texts: Iterable[str]) -> None:
         assert time.process_time() - begin < 0.5, one[:200]
 
 
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", FORMS)
 def test_hostile_answers_are_read_in_one_pass(parser):
     written = WRITE[parser]([("f", {"city": "x"})])
     texts = list(hostile_answers(written))
@@ -404,7 +404,7 @@ def test_hostile_answers_are_read_in_one_pass(parser):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", FORMS)
 def test_all_hostile_answers_are_read_in_one_pass(parser):
     written = WRITE[parser]([("f", {"city": "x"}), ("g", {})])
     assert_quick(lambda one: split_tool_calls(parser, one, TOOLS), hostile_answers(written))

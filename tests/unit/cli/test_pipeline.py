@@ -14,7 +14,7 @@ from raymoe.cli import pipeline
 from raymoe.cli.generate import how_to_go_on
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
-    TOKEN_VARIABLE,
+    RAY_TOKEN_VARIABLE,
     Job,
     JobWatch,
     _dataset,
@@ -33,8 +33,8 @@ from raymoe.specs.hardware import HardwareSpec
 
 @pytest.fixture
 def variables(monkeypatch):
-    monkeypatch.setenv(TOKEN_VARIABLE, "")  # so that the test's end restores it
-    for name in (TOKEN_VARIABLE, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+    monkeypatch.setenv(RAY_TOKEN_VARIABLE, "")  # so that the test's end restores it
+    for name in (RAY_TOKEN_VARIABLE, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -46,18 +46,18 @@ def test_without_a_home_to_write_to_the_token_of_ray_is_in_the_environment(home,
         _ensure_token()
     (record,) = caplog.records
     assert "no home to write to ([Errno" in record.message
-    assert len(os.environ[TOKEN_VARIABLE]) == 64
+    assert len(os.environ[RAY_TOKEN_VARIABLE]) == 64
 
 
 def test_elsewhere_ray_writes_its_token_as_always(variables, tmp_path):
     variables.setenv("HOME", str(tmp_path))
     _ensure_token()
-    assert TOKEN_VARIABLE not in os.environ
+    assert RAY_TOKEN_VARIABLE not in os.environ
     for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         variables.setenv("HOME", "/proc/none")
         variables.setenv(name, "disabled")
         _ensure_token()
-        assert TOKEN_VARIABLE not in os.environ
+        assert RAY_TOKEN_VARIABLE not in os.environ
 
 
 def make_job(**fields):

@@ -154,7 +154,7 @@ def test_a_summary_says_what_is_not_known():
     lines = list(summary_lines(view(done)))
     assert "400 rows in 10m00s, 3 of them with errors" in lines
     assert any("10 tokens/s" in line for line in lines)  # of this run's 6,000 tokens
-    assert any("how long former runs took is not known" in line for line in lines)
+    assert any("how long earlier runs took is not known" in line for line in lines)
 
 
 def test_of_many_errors_a_summary_has_the_most_frequent():

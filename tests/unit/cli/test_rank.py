@@ -213,9 +213,9 @@ def test_bad_prices_are_named(
 
 def test_options_of_one_node_need_one(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", model, "--what-if", "--host-memory", "30GiB"]) == 2
-    assert "--host-memory, --what-if: about one node" in words(capsys.readouterr().err)
+    assert "--host-memory, --what-if needs one node" in words(capsys.readouterr().err)
     assert run(["plan", "--model", model, "--hardware", "l4", "--prices", "x.json"]) == 2
-    assert "--prices ranks instances" in words(capsys.readouterr().err)
+    assert "--prices is for ranking instances" in words(capsys.readouterr().err)
 
 
 def test_every_price_of_the_package_is_of_an_instance_with_one_gpu() -> None:

@@ -20,7 +20,7 @@ READ = Stage(name="Read", num_actors=0, each={"CPU": 1, "GPU": 0, "memory": 0})
 
 def generator(cpus=0.0, *, actors=1, gpus=0.0, gib=0.0, name="Write"):
     each = {"CPU": cpus, "GPU": gpus, "memory": gib * GIB}
-    return Stage(name=name, num_actors=actors, each=each, is_generator=True)
+    return Stage(name=name, num_actors=actors, each=each)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_the_prediction_follows_the_actors_that_run(watch, caplog):
     pool.states = ("running", "waiting")
     texts = said(caplog, watched, range(30, 60))
     assert sorted(text.split()[0] for text in texts) == ["1", "waiting"]
-    assert "1 of 2 actors of Write run: predicted 3m20s after loading" in texts
+    assert "1 of 2 actors of Write run: the job is predicted to take 3m20s after loading" in texts
     pool.states = ("running", "running")
     (text,) = said(caplog, watched, range(60, 90))
-    assert text == "2 of 2 actors of Write run: predicted 1m40s after loading"
+    assert text == "2 of 2 actors of Write run: the job is predicted to take 1m40s after loading"
     pool.states = ("running",)  # the last rows
     assert not said(caplog, watched, range(90, 120))
 
@@ -215,5 +215,5 @@ def test_what_cannot_be_told_does_not_end_the_job(monkeypatch, caplog):
     check = CheckFit()
     check._pools = [SimpleNamespace(look=lambda _: 1 / 0)]
     check.on_execution_step(None)
-    assert "is not told from here on" in caplog.text
+    assert "no longer says what actors wait for" in caplog.text
     assert not check._pools

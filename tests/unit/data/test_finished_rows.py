@@ -252,7 +252,7 @@ def test_a_guilty_row_becomes_an_error_row_among_good_ones(fakes, tmp_path):
     out = operator(TABLE)
     good, error, also_good = out.column("__inference_error__").to_pylist()
     assert (good, also_good) == ("", "")
-    assert error.startswith("ExecutionError: column 'prompt': this row ended the process 2 times")
+    assert error.startswith("ExecutionError: column 'prompt': this row crashed the process 2 times")
     assert out.column("finish_reason").to_pylist()[1] == "error"
     assert num_generated(operator) == 2
 
@@ -266,7 +266,7 @@ def test_equal_rows_that_end_processes_are_one_guilty_row(fakes, tmp_path):
     die(tmp_path, [key], alone=True)
     *errors, good = fakes.make(tmp_path)(table).column("__inference_error__").to_pylist()
     assert good == ""
-    assert all("this row ended the process 2 times" in error for error in errors)
+    assert all("this row crashed the process 2 times" in error for error in errors)
 
 
 def test_another_model_or_other_options_are_refused_before_the_model_loads(fakes, tmp_path):

@@ -130,7 +130,7 @@ def test_a_guilty_row_is_an_error_row_unless_the_engine_ends_whatever_it_is_give
         answer = admission.verdict(KEYS[0])
         if key != KEYS[0]:
             assert answer.finish_reason == "error"
-            assert "ended the process 2 times while nothing else was in it" in answer.error
+            assert "crashed the process 2 times while it ran alone" in answer.error
         assert admission.verdict(KEYS[7]) is None
         die(tmp_path, [key], alone=True)
         die(tmp_path, [key], alone=True)

@@ -236,7 +236,7 @@ def test_weights_are_not_shared_alone_or_without_a_device(
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("/nope", {}, "'/nope' is not there"),
+        ("/nope", {}, "'/nope' is neither a directory"),
         ("org/model", {"foo": 3}, "'foo'; known: "),
         ("org/model", {"num_actor": 3}, "did you mean 'num_actors'"),
         ("org/model", {"sampling_params": {"max_new_tokens": 5}}, "did you mean 'max_tokens'"),
@@ -312,6 +312,6 @@ def test_a_task_is_predicted_by_what_it_reads(model):
     assert scored.prediction.running_s < 0.8 * written.prediction.running_s
     text = scored.describe(1.0)
     assert " to read, " in text
-    assert "prompt tokens/s, reading bound by" in text
+    assert "prompt tokens/s, reading is bound by" in text
     assert "per million prompt tokens" in text
     assert "generate" not in text

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from raymoe.device.cuda import CudaDevice
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import load, rank_model
-from raymoe.kernels import cpu_elementwise
+from raymoe.kernels import elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
 _HOST_WAITS = (
@@ -184,12 +184,12 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Def
     """Kernels of the host leave the tensors of these devices' streams alone, as on a GPU."""
     devices: list[DeferredCuda] = []
     for name in ("_norm_is_native", "_rope_is_native", "_router_is_native"):
-        is_native = getattr(cpu_elementwise, name)
+        is_native = getattr(elementwise, name)
 
         def on_host(*args: object, is_native=is_native) -> bool:
             return not any(cuda.is_in_stream for cuda in devices) and is_native(*args)
 
-        monkeypatch.setattr(cpu_elementwise, name, on_host)
+        monkeypatch.setattr(elementwise, name, on_host)
     return devices
 
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 from raymoe.engine import core as watchdogs
 from raymoe.engine.core import Watchdog, longest_step_s, stacks_of_all_threads
-from raymoe.plan.device_step import KV_BLOCK_TOKENS
-from raymoe.plan.policy import Policy
+from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
 
 
 def test_a_step_that_takes_too_long_is_reported_once():

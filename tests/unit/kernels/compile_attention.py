@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gpu_attention import Attending, DeviceCache, Scoring, append_launch
 from raymoe.kernels.gpu_attention_batch import SPLIT_POSITIONS, AttentionCompute, Tiles
 from raymoe.kernels.gpu_common import Launch

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from raymoe.kernels import gpu_elementwise as kernels
-from raymoe.kernels.cpu_elementwise import Steps
+from raymoe.kernels.elementwise import Steps
 from raymoe.kernels.gpu_common import Launch
 from raymoe.kernels.gpu_experts import gated_product_launch
 from tests.unit.kernels.compile_experts import compile_ahead, resources

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from raymoe.kernels import cpu_elementwise
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels import elementwise
+from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     RandomKeys,
     argmax,
@@ -33,7 +33,7 @@ def noise_kernel(words_ptr, out_ptr):
 
 @pytest.fixture(autouse=True)
 def _kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_elementwise, "triton_runs_on", lambda _device: True)
+    monkeypatch.setattr(elementwise, "triton_runs_on", lambda _device: True)
 
 
 @device

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import append_reference
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gpu_attention_batch import (
     MAX_NARROW_DIM,
     AttentionCompute,

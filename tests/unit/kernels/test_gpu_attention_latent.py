@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch
-from raymoe.kernels.paged_kv import NEVER, LatentHeads
+from raymoe.kernels.paged_kv import ALL_TOKENS, LatentHeads
 from tests.native.attention_cases import BF16, FP16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
@@ -18,7 +18,7 @@ from tests.unit.kernels.test_latent_forms import SHAPES, exact, make
 pytest.importorskip("triton")
 
 UNITS = {FP32: 2e-5, FP16: 2**-8, BF16: 3e-2}
-FORMS = {"absorbed": NEVER, "plain": 1, "both": 3}
+FORMS = {"absorbed": ALL_TOKENS, "plain": 1, "both": 3}
 device = pytest.mark.parametrize("device", DEVICES)
 form = pytest.mark.parametrize("form", FORMS)
 

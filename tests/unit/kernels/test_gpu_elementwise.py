@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels import cpu_elementwise
-from raymoe.kernels.cpu_elementwise import (
+from raymoe.kernels import elementwise
+from raymoe.kernels.cpu_experts import SIGMOID_GATES, gated_product
+from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     Projected,
     Steps,
@@ -20,7 +21,6 @@ from raymoe.kernels.cpu_elementwise import (
     rms_norm,
     rms_norm_reference,
 )
-from raymoe.kernels.cpu_experts import SIGMOID_GATES, gated_product
 from raymoe.model import feed_forward, loading
 from raymoe.model.feed_forward import choose_experts
 from raymoe.specs.layers import MoeSpec, RouterSpec
@@ -37,10 +37,10 @@ dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.fixture(autouse=True)
 def _kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory takes the way of the device too: the interpreter works on it."""
-    for module in (cpu_elementwise, feed_forward):
+    for module in (elementwise, feed_forward):
         monkeypatch.setattr(module, "triton_runs_on", lambda _device: True)
     for name in ("_norm_is_native", "_rope_is_native"):
-        monkeypatch.setattr(cpu_elementwise, name, lambda *_: False)
+        monkeypatch.setattr(elementwise, name, lambda *_: False)
 
 
 def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -213,7 +213,7 @@ def test_latent_rows_and_queries_equal_the_reference(
     )
     got = latent_rope(query_TAD, row_TW, angles, **options, out=out)
     assert got is out
-    monkeypatch.setattr(cpu_elementwise, "triton_runs_on", lambda _device: False)
+    monkeypatch.setattr(elementwise, "triton_runs_on", lambda _device: False)
     want = latent_rope(query_TAD.clone(), row_TW, angles, **options)
     assert torch.equal(got.query_THD, want.query_THD)
     assert torch.equal(got.key_TGD[..., rank:], want.key_TGD[..., rank:])
@@ -311,7 +311,7 @@ def test_many_experts_and_strided_results(device: str, monkeypatch: pytest.Monke
         check_router(router, logits_TE, None, monkeypatch, top_k=11)
     moe = MoeSpec(num_experts=300, top_k=2, expert_hidden=8, activation="silu", router=RouterSpec())
     ids, weights = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, 5)
-    out = cpu_elementwise.Routing(ids.to(device)[:, 1:3], weights.to(device)[:, 2:4])
+    out = elementwise.Routing(ids.to(device)[:, 1:3], weights.to(device)[:, 2:4])
     want = choose_experts(logits_TE, moe)
     got = choose_experts(logits_TE, moe, out=out)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))

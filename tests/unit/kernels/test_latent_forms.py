@@ -8,7 +8,7 @@ from torch import Tensor
 
 from raymoe.kernels import cpu_attention, torch_attention
 from raymoe.kernels.cpu_attention import append_and_attend_latent, append_and_attend_up_projected
-from raymoe.kernels.paged_kv import NEVER, LatentHeads
+from raymoe.kernels.paged_kv import ALL_TOKENS, LatentHeads
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_latent_paged
 from tests.native.attention_cases import BF16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
@@ -85,7 +85,7 @@ def test_all_forms_are_the_exact_result(
     want = exact(case, heads)
     for attend in (absorbed, plain, by_torch):
         torch.testing.assert_close(attend(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for minimum in (1, NEVER):
+    for minimum in (1, ALL_TOKENS):
         monkeypatch.setattr(LatentHeads, "min_plain_tokens", minimum)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
@@ -117,7 +117,7 @@ def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
     torch.testing.assert_close(plain(case, heads).double(), want, rtol=2e-5, atol=2e-5)
-    for minimum in (1, NEVER):
+    for minimum in (1, ALL_TOKENS):
         monkeypatch.setattr(LatentHeads, "min_plain_tokens", minimum)
         torch.testing.assert_close(by_torch(case, heads).double(), want, rtol=2e-5, atol=2e-5)
 
@@ -128,4 +128,4 @@ def test_the_plain_form_pays_from_the_operations_that_it_saves() -> None:
     # the new tokens, of which half see it.
     assert deepseek.min_plain_tokens == 342
     wide = LatentHeads(weight_HXR=torch.empty(4, 64, 8), nope_dim=32, rope_dim=8)
-    assert wide.min_plain_tokens == NEVER
+    assert wide.min_plain_tokens == ALL_TOKENS

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from raymoe.kernels import torch_attention
 from raymoe.kernels.cpu_attention import append_reference
-from raymoe.kernels.cpu_elementwise import Projected
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case

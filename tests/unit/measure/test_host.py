@@ -17,17 +17,17 @@ from raymoe.measure.host import (
     step_shape,
     task_overhead,
 )
-from raymoe.plan.cost import HostCost, StepShape
-from raymoe.plan.work import ModelWork
+from raymoe.plan.cost import StepCost
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.timeline import simulate
 from raymoe.specs.hardware import Curve, HardwareSpec
 from raymoe.specs.model import ModelSpec
-from tests.unit.plan.test_cost import CURVES, NODE
+from tests.unit.plan.test_cost_host import CURVES, NODE
 
 
-def predicted_s(node: HardwareSpec, shape: StepShape, model: ModelSpec = MODEL) -> float:
-    cost = HostCost(ModelWork.of(model, 2), node, shape)
+def predicted_s(node: HardwareSpec, shape: MicroBatchShape, model: ModelSpec = MODEL) -> float:
+    cost = StepCost(ModelWork.of(model, 2), node, (shape,))
     return simulate(build_in_place(MODEL.num_layers), cost).makespan_s
 
 
@@ -66,8 +66,8 @@ def test_passes_run_all_layers_with_all_tokens() -> None:
 def test_rows_of_larger_steps_than_measured_take_what_the_last_of_them_took() -> None:
     curves = dataclasses.replace(CURVES, task_overhead_s=Curve(((1.0, 1e-4), (512.0, 8e-4))))
     node = dataclasses.replace(NODE, host_curves=curves)
-    shape = StepShape.prefill(32, 48)
-    cost = HostCost(ModelWork.of(MODEL, 2), node, shape)
+    shape = MicroBatchShape.prefill(32, 48, is_on_host=True)
+    cost = StepCost(ModelWork.of(MODEL, 2), node, (shape,))
     task = build_in_place(MODEL.num_layers).tasks[0]
     assert cost.duration_s(task) - cost.kernel_s(task) == pytest.approx(
         8e-4 + 7e-4 / 511 * (32 * 48 - 512)

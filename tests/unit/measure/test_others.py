@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from raymoe.measure import others
-from raymoe.measure.others import TICKS_PER_S, CoreWatch, OtherPrograms
+from raymoe.measure.others import CoreWatch, OtherPrograms
+from raymoe.processes import TICKS_PER_S
 
 
 class Clocks:

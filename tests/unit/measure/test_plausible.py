@@ -26,15 +26,15 @@ def test_nodes_that_were_measured_alone_and_presets_have_no_problems() -> None:
     [
         (
             {"product_flop_per_s": Curve(((1.0, 20e9), (64.0, 400e9), (256.0, 90e9)))},
-            "projections fall from 400 G/s with 64 rows to 90 G/s with 256",
+            "the rate of projections falls from 400 G/s with 64 rows to 90 G/s with 256",
         ),
         (
             {"attention_bytes_per_s_of_threads": Curve(((1.0, 9e9), (2.0, 2e9)))},
-            "decode attention fall from 9 G/s with 1 threads to 2 G/s with 2",
+            "the rate of decode attention falls from 9 G/s with 1 threads to 2 G/s with 2",
         ),
         (
             {"task_overhead_s": Curve(((1.0, 40e-6), (64.0, 8e-3), (2048.0, 9e-3)))},
-            "a task of a step of 64 tokens takes 8.0 ms beyond its kernels",
+            "in a step of 64 tokens each task takes 8.0 ms more than its kernels",
         ),
     ],
 )

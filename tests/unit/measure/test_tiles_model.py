@@ -48,7 +48,7 @@ def test_experts_are_stored_as_those_of_the_model() -> None:
 def test_no_more_experts_than_fit_and_at_least_those_of_a_token() -> None:
     expert_bytes = 3 * 64 * 32 * 2
     assert layer_of(DEEPSEEK, 7.5 * expert_bytes).matrices.num_experts == 7
-    with pytest.raises(ConfigError, match=r"5 experts of .* a token takes 6"):
+    with pytest.raises(ConfigError, match=r"5 experts of .* a token uses 6"):
         layer_of(DEEPSEEK, 5.5 * expert_bytes)
     dense = ModelSpec.from_config({**DEEPSEEK, "first_k_dense_replace": 2})
     with pytest.raises(ConfigError, match="has no experts"):

@@ -7,12 +7,13 @@ from torch import Tensor
 from raymoe.engine.rank_model import layer_paging
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
-from raymoe.plan.pages import cut_pages, layer_pages, layer_sizes
+from raymoe.plan.placement import layer_sizes
 from raymoe.schedule.program import NUM_LAYER_SLOTS
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
+from tests.unit.plan.device_jobs import placed, placed_model
 
 NAMES = [
     next(c.name for c in CONFIGURATIONS if c.family == family)
@@ -34,7 +35,7 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
     directory = get_case(name).directory
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
-    cut = cut_pages(
+    cut = placed(
         layer_sizes(spec, 4),
         page_bytes=page_bytes,
         resident_bytes=resident_bytes,
@@ -44,7 +45,7 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
     pages = WeightPages(
         spec,
         store,
-        layer_paging(spec, cut),
+        layer_paging(spec, cut.layers),
         dtype=torch.float32,
         allocate_on_device=allocate,
         num_slots=(NUM_LAYER_SLOTS, cut.ring_slots),
@@ -52,10 +53,10 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
     assert pages.host_memory.nbytes >= cut.streamed_bytes
     slot = 1
     for layer in range(spec.num_layers):
-        num_pages = len(cut.page_bytes[layer])
+        num_pages = cut.layers[layer].num_pages
         groups = cut.layers[layer].group_pages
         slots = {page: 2 + group % 2 for group, grouped in enumerate(groups) for page in grouped}
-        experts, last = cut.expert_groups[layer], {}
+        experts, last = cut.layers[layer].groups, {}
         for page in range(num_pages):
             pages.slot_page(layer, page, slots.get(page, slot)).copy_(pages.host_page(layer, page))
             if page in slots:  # the first group of three has given its slot to the third
@@ -64,7 +65,7 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
             f"mlp.experts.{expert}."
             for group, each in enumerate(experts)
             for expert in each
-            if group not in last.values() and expert >= cut.resident_experts[layer]
+            if group not in last.values() and expert >= cut.layers[layer].resident_experts
         }
         for weight in pages.names(layer):
             if weight.startswith(tuple(gone)):
@@ -78,11 +79,11 @@ def test_a_page_that_is_not_loaded_is_nan() -> None:
     name = NAMES[0]
     spec = ModelSpec.from_directory(get_case(name).directory)
     store = WeightStore.open(spec, get_case(name).directory)
-    cut = layer_pages(spec, 4, page_bytes=3_000)
+    cut = placed_model(spec, 4, page_bytes=3_000)
     pages = WeightPages(
         spec,
         store,
-        layer_paging(spec, cut),
+        layer_paging(spec, cut.layers),
         dtype=torch.float32,
         allocate_on_device=allocate,
         num_slots=(NUM_LAYER_SLOTS, 0),

@@ -9,7 +9,7 @@ import torch
 
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.cpu_elementwise import Projected, Routing
+from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.kernels.gpu_experts_layout import BUCKETS
 from raymoe.kernels.gpu_state import scan

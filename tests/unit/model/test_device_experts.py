@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
+from raymoe.kernels import elementwise
 from raymoe.kernels.cpu_experts import PlainExperts
+from raymoe.kernels.elementwise import triton_runs_on
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
     ExpertMatrices,
@@ -14,7 +16,6 @@ from raymoe.kernels.gpu_experts_layout import (
     addresses_of,
     layout_of,
 )
-from raymoe.model import device_experts as choice
 from raymoe.model.device_experts import grouped_experts_are_used, make_device_experts
 from raymoe.specs.weight_format import Mxfp4, PackedInt4
 from tests.unit.kernels.expert_cases import CLAMP, ExpertCase
@@ -48,10 +49,13 @@ def test_a_gpu_from_turing_on_with_triton_uses_our_kernels(
     triton: bool,
     is_used: bool,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr(ExpertMatrices, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(choice, "find_spec", lambda _name: object() if triton else None)
+    monkeypatch.setattr(elementwise, "find_spec", lambda _name: object() if triton else None)
+    triton_runs_on.cache_clear()
+    request.addfinalizer(triton_runs_on.cache_clear)
     assert grouped_experts_are_used(ExpertCase().matrices, activation, dtype, clamp) is is_used
 
 

@@ -102,8 +102,10 @@ def test_fields_without_effect_here_change_nothing(fields):
     ],
 )
 def test_response_formats_are_structured_outputs(response_format, structured_outputs):
-    expected = SamplingParams(structured_outputs=structured_outputs).form
-    assert chat(response_format=response_format).sampling_params.form == expected
+    expected = SamplingParams(structured_outputs=structured_outputs).structured_outputs_params
+    assert (
+        chat(response_format=response_format).sampling_params.structured_outputs_params == expected
+    )
 
 
 def test_tools_go_with_the_messages():

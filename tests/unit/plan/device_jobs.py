@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.plan.device_search import DeviceJob, DeviceSizes, SearchPoint, SearchSpace
 from raymoe.plan.papers.policies import PaperPolicies
+from raymoe.plan.placement import LayerBytes, Placement, layer_sizes
 from raymoe.plan.plan import Plan
+from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
+from raymoe.plan.sizes import JobOnNode, SearchPoint, SearchSpace, Sizes
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -23,9 +25,9 @@ def device_job(
     node: HardwareSpec,
     workload: Workload,
     max_model_len: int | None = None,
-) -> DeviceJob:
+) -> JobOnNode:
     spec = model_preset(model) if isinstance(model, str) else model
-    return DeviceJob(
+    return JobOnNode(
         model=spec,
         work=ModelWork.of(spec, 2),
         hardware=node,
@@ -43,18 +45,41 @@ def random_workload(dice: random.Random) -> Workload:
     )
 
 
-def random_jobs(seed: int) -> Iterator[DeviceJob]:
+def random_jobs(seed: int) -> Iterator[JobOnNode]:
     """Presets with their own host memory, twice or four times of it; jobs that fit somehow."""
     dice = random.Random(seed)
     while True:
         node = dice.choice(list(HARDWARE_PRESETS.values()))
         node = replace(node, host_memory_bytes=dice.choice((1, 2, 4)) * node.host_memory_bytes)
         job = device_job(dice.choice(list(MODEL_PRESETS)), node, random_workload(dice))
-        if DeviceSizes(job).steps(SearchPoint(0.125, 2, False, 1, 1.0, 2048)) is not None:
+        if Sizes(job).placement(SearchPoint(0.125, 2, False, 1, 1.0, 2048)) is not None:
             yield job
 
 
-def paper_plans(job: DeviceJob) -> Iterator[Plan]:
+def placed(
+    sizes: tuple[LayerBytes, ...],
+    *,
+    num_groups: int = 1,
+    ring_slots: int = 1,
+    **device: object,
+) -> Placement:
+    """Layers of these sizes where weights stream, in a policy of no other interest."""
+    policy = Policy(
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        max_prefill_chunk_tokens=1,
+        num_kv_blocks=1,
+        device=DevicePolicy(expert_groups=num_groups, ring_slots=ring_slots, **device),
+    )
+    return Placement.of_layers(sizes, "micro_batches", policy)
+
+
+def placed_model(model: ModelSpec, bytes_per_element: int, **device: object) -> Placement:
+    """A model of which all streams, but for what the policy keeps."""
+    return placed(layer_sizes(model, bytes_per_element), **device)
+
+
+def paper_plans(job: JobOnNode) -> Iterator[Plan]:
     """Every schedule of a paper with its own policy, where it has one that fits.
 
     FlexGen's, FastDecode's and the plain one take that of MoE-Lightning, who compares them so.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import DeviceStep
 from raymoe.plan.draw import HEIGHT, LEFT, RIGHT, WIDTH, roofline_picture, throughput_picture
+from raymoe.plan.operations import attention, feed_forward
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.plan.search import attention, feed_forward, find_plan
+from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork, Operation
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
@@ -25,13 +25,8 @@ WORKLOAD = Workload(num_rows=2000, prompt_tokens=100, generated_tokens=20)
 EXPERT_BYTES = 3 * 4096 * 14336 * 2
 
 
-def steps_of(plan: Plan) -> DeviceStep:
-    assert isinstance(plan.steps, DeviceStep)
-    return plan.steps
-
-
 def experts(plan: Plan) -> Operation:
-    return feed_forward(steps_of(plan), plan.decode_load)
+    return feed_forward(plan.steps, plan.decode_load)
 
 
 def plan_with(
@@ -67,7 +62,7 @@ def test_the_feed_forward_network_is_counted(group: int, launches: int) -> None:
 
 def test_what_stays_is_not_fetched() -> None:
     chosen = plan_with(resident=8 * GIB)
-    resident = steps_of(chosen).steps.cut.resident_bytes
+    resident = chosen.steps.placement.resident_bytes
     assert resident > 7 * GIB
     assert experts(chosen).far_bytes == experts(plan_with()).far_bytes - resident
 
@@ -82,7 +77,7 @@ def test_attention_reads_its_context_once() -> None:
 
 def test_the_roofline_holds_both_operations() -> None:
     chosen = plan_with()
-    picture = roofline_picture(chosen, steps_of(chosen))
+    picture = roofline_picture(chosen)
     text = "".join(ET.fromstring(picture).itertext())
     for wanted in ("mixtral-8x7b on l4", "FFN of 512 tokens", "attention at 110 tokens", "P1 at"):
         assert wanted in text

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import DeviceStep
+from raymoe.plan.placement import Placement
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import ResidentSearch, ResidentStep, find_plan
+from raymoe.plan.search import Search, find_plan
+from raymoe.plan.sizes import SearchPoint, Sizes
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.specs.hardware import hardware_preset
@@ -39,7 +41,7 @@ def test_resident_is_never_slower_than_a_stream() -> None:
     resident = find_plan(MIXTRAL, H200, WORKLOAD, max_model_len=4096)
     stream = find_plan(MIXTRAL, H200, WORKLOAD, schedule="micro_batches", max_model_len=4096)
     assert resident.job.seconds < stream.job.seconds
-    assert isinstance(stream.steps, DeviceStep)
+    assert stream.steps.placement.streams
 
 
 @pytest.mark.slow
@@ -48,21 +50,20 @@ def test_weights_that_leave_no_room_for_a_useful_batch_stream() -> None:
     node = replace(H200, gpu_memory_bytes=92 * GIB, host_bytes_per_s=300 * GB)
     workload = Workload(num_rows=5000, prompt_tokens=3500, generated_tokens=500)
     job = device_job(MIXTRAL, node, workload)
-    policy = ResidentSearch(job).best()
-    assert policy is not None
-    assert policy.max_num_seqs < 32
+    resident = Search(Sizes(job, "resident")).best()
+    assert resident is not None
+    assert resident.placement.policy.max_num_seqs < 32
     plan = find_plan(MIXTRAL, node, workload, max_model_len=job.max_model_len)
     assert plan.schedule == "micro_batches"
-    assert plan.job.seconds < ResidentSearch(job).seconds(policy)
+    assert plan.job.seconds < resident.seconds
 
 
 def test_the_batch_is_what_the_device_holds() -> None:
     """An endless job fills the GPU to the last percent of its cache."""
     job = device_job(MIXTRAL, H200, replace(WORKLOAD, num_rows=10**7))
-    search = ResidentSearch(job)
-    policy = search.policy(32768, 1.0)
-    assert policy is not None
-    footprint = search.footprint(policy)
+    placement = Sizes(job, "resident").placement(SearchPoint(1.0, 1, False, 0, 0.0, 32768))
+    assert placement is not None
+    policy, footprint = placement.policy, job.device_footprint(placement)
     spare = H200.gpu_memory_bytes - footprint.total
     assert 0 <= spare < 0.01 * footprint.bytes_of("KV cache")
     held = 250 + 16  # tokens of a row half way, with half a block to spare
@@ -70,7 +71,11 @@ def test_the_batch_is_what_the_device_holds() -> None:
 
 
 def test_a_decode_pass_reads_the_weights_and_the_cache_once() -> None:
-    steps = ResidentStep(ModelWork.of(MIXTRAL, 2), H200)
+    policy = Policy(
+        max_num_seqs=100, max_num_batched_tokens=100, max_prefill_chunk_tokens=1, num_kv_blocks=9400
+    )
+    placement = Placement.of(MIXTRAL, "resident", policy, 2)
+    steps = StepModel(ModelWork.of(MIXTRAL, 2), H200, placement)
     load = StepLoad(decode_rows=100, decode_context=3000)
     cache_bytes = 100 * 3000 * 32 * 2 * 8 * 128 * 2
     read_s = (MIXTRAL.weight_bytes(2) + cache_bytes) / H200.gpu_bytes_per_s

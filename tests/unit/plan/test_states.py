@@ -6,26 +6,22 @@ import pytest
 
 from raymoe.kernels.gpu_state import scan
 from raymoe.plan.bound import device_bound
-from raymoe.plan.device_cost import DEVICE_STATE_EFFICIENCY, DEVICE_STATE_FLOP_SHARE, DeviceCost
-from raymoe.plan.device_step import (
-    SCAN_BYTES,
-    DeviceStep,
-    StreamedSteps,
-    device_footprint,
-    host_footprint,
-    resident_footprint,
-)
+from raymoe.plan.cost import DEVICE_STATE_EFFICIENCY, DEVICE_STATE_FLOP_SHARE, StepCost
+from raymoe.plan.footprint import SCAN_BYTES, device_footprint, host_footprint
+from raymoe.plan.placement import Placement
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import MicroBatchShape, ModelWork, StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.schedule.placement import LayerPlacement
 from raymoe.specs.hardware import HARDWARE_PRESETS
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.quantization import quantization_of
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
-from tests.unit.plan.test_device_cost import device_curves
+from tests.unit.plan.test_cost import device_curves
 
 MODEL = model_preset("qwen3.5-35b-a3b")
 IN_4_BITS = replace(MODEL, quantization=quantization_of("int4"), dtype="bfloat16")
@@ -40,23 +36,24 @@ POLICY = Policy(
 )
 STATE, KV = 0, 3  # layers of each kind
 ROWS = 50
+LAYERS = tuple(LayerPlacement(states_on_device=layer.state_bytes > 0) for layer in WORK.layers)
 
 
-def steps(*, states_on_device: bool, **fields: int) -> StreamedSteps:
+def steps(*, states_on_device: bool, **fields: int) -> Placement:
     device = DevicePolicy(states_on_device=states_on_device, **fields)
-    return StreamedSteps.of(MODEL, "micro_batches", replace(POLICY, device=device), 2)
+    return Placement.of(MODEL, "micro_batches", replace(POLICY, device=device), 2)
 
 
-def cost(node=NODE, *, has_states: bool = True) -> DeviceCost:
+def cost(node=NODE, *, has_states: bool = True) -> StepCost:
     shape = MicroBatchShape.decode(ROWS, 600, cpu_attention_fraction=0.5)
-    return DeviceCost(WORK, node, (shape,), has_states=has_states)
+    return StepCost(WORK, node, (shape,), layers=LAYERS if has_states else ())
 
 
-def seconds(of: DeviceCost, op: Op, resource: Resource) -> float:
+def seconds(of: StepCost, op: Op, resource: Resource) -> float:
     task = Task(op=op, layer=STATE, part=0, resource=resource)
     overhead = Task(op=Op.SYNC, layer=STATE, part=0, resource=resource)
     assert of.duration_s(overhead) == 0
-    return of.duration_s(task) - of.rates.gpu_task_s
+    return of.kernel_s(task)
 
 
 def test_the_preset_has_states_and_kv_where_the_tests_expect_them() -> None:
@@ -78,7 +75,7 @@ def test_a_gpu_updates_states_of_all_rows_at_its_memory_s_rate(op: Op) -> None:
 
 def test_prompts_cost_operations_not_bytes() -> None:
     (shape,) = StepLoad(prompt_tokens=4096, prompt_chunk=512).micro_batches(1, 0.0)
-    of = DeviceCost(WORK, NODE, (shape,), has_states=True)
+    of = StepCost(WORK, NODE, (shape,), layers=LAYERS)
     flop = 4096 * WORK.layers[STATE].state_flop
     expected = flop / (DEVICE_STATE_FLOP_SHARE * NODE.gpu_flop_per_s)
     assert seconds(of, Op.GATTN, Resource.GPU) == pytest.approx(expected)
@@ -97,7 +94,7 @@ def test_states_count_where_they_are() -> None:
     assert host_footprint(MODEL, WORK, on_device).bytes_of("KV cache") == kv_bytes
     assert device_footprint(MODEL, WORK, on_host).bytes_of("states") == 0
     assert device_footprint(MODEL, WORK, on_device).bytes_of("states") == states
-    resident = resident_footprint(MODEL, WORK, POLICY)
+    resident = device_footprint(MODEL, WORK, Placement.of(MODEL, "resident", POLICY, 2))
     assert resident.bytes_of("KV cache") == kv_bytes + states
 
 
@@ -120,7 +117,7 @@ def test_every_split_of_the_experts_keeps_the_states_on_the_gpu(fields: dict[str
     planned = steps(states_on_device=True, cpu_experts_fraction=0.5, **fields)
     assert len(planned.splits) == 3
     for split in planned.splits:
-        assert [pages.has_states for pages in split.cut.layers] == [
+        assert [layer.states_on_device for layer in split.layers] == [
             layer.state_bytes > 0 for layer in WORK.layers
         ]
 
@@ -128,7 +125,7 @@ def test_every_split_of_the_experts_keeps_the_states_on_the_gpu(fields: dict[str
 def test_extrapolated_steps_are_as_long_as_simulated_ones() -> None:
     load = StepLoad(decode_rows=80, decode_context=600, prompt_tokens=512, prompt_chunk=256)
     for where in (True, False):
-        step = DeviceStep(WORK, NODE, steps(states_on_device=where))
+        step = StepModel(WORK, NODE, steps(states_on_device=where))
         whole_s = step.timeline(load).makespan_s
         assert step.seconds(load) == pytest.approx(whole_s, rel=0.05)
         assert step.min_s(load) <= whole_s * 1.0001

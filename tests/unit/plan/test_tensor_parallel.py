@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.device_cost import OVERHEAD_S, PEER_STEP_S, DeviceCost
+from raymoe.plan.cost import OVERHEAD_S, PEER_STEP_S, StepCost
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
@@ -58,11 +58,11 @@ def test_more_ranks_than_cores_have_one_each() -> None:
     assert share.host_flop_per_s == T4.host_flop_per_s / 4
 
 
-def cost(count: int, node: HardwareSpec) -> DeviceCost:
+def cost(count: int, node: HardwareSpec) -> StepCost:
     model = shard_model(model_preset("mixtral-8x7b"), count)
     rows = AttentionShape(rows=500, decode_rows=500, pairs=0, prompt_pairs=0, context_tokens=500)
     micro_batch = MicroBatchShape(host=rows, device=AttentionShape(), logit_rows=500)
-    return DeviceCost(ModelWork.of(model, 2), node, micro_batches=(micro_batch,))
+    return StepCost(ModelWork.of(model, 2), node, micro_batches=(micro_batch,))
 
 
 @pytest.mark.parametrize("op", [Op.POST, Op.EXPERTS])

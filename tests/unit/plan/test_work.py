@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from raymoe.model.decoder import cache_layouts
-from raymoe.plan.device_cost import DeviceCost
-from raymoe.plan.pages import LayerBytes, layer_pages
+from raymoe.plan.cost import StepCost
+from raymoe.plan.placement import LayerBytes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.layers import LatentAttentionSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from tests.unit.plan.device_jobs import placed_model
 
 V3 = model_preset("deepseek-v3")
 DELTA = model_preset("qwen3.5-35b-a3b")
@@ -23,7 +24,7 @@ def test_layers_and_what_is_outside_of_them_make_the_model(name: str) -> None:
     layers = sum(LayerBytes.of(model, i, 2).total for i in range(model.num_layers))
     outer = model.bytes_of(model.outer_weights().items(), 2)
     assert layers + outer == model.weight_bytes(2)
-    assert layer_pages(model, 2).streamed_bytes == layers
+    assert placed_model(model, 2).streamed_bytes == layers
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
@@ -139,7 +140,7 @@ def test_a_tied_head_takes_the_bytes_of_the_embedding() -> None:
 def test_every_model_has_costs_on_a_node_with_a_gpu(name: str) -> None:
     work = ModelWork.of(model_preset(name), 2)
     micro_batches = (MicroBatchShape.decode(8, 100), MicroBatchShape.prefill(1, 100))
-    cost = DeviceCost(work, hardware_preset("l4"), micro_batches)
+    cost = StepCost(work, hardware_preset("l4"), micro_batches)
     for op in (Op.PRE, Op.POST, Op.EXPERTS):
         for part in (0, 1):
             task = Task(op=op, layer=1, part=part, resource=Resource.GPU)
@@ -148,7 +149,7 @@ def test_every_model_has_costs_on_a_node_with_a_gpu(name: str) -> None:
 
 def test_results_of_latent_attention_travel_in_the_latent_space() -> None:
     node = hardware_preset("l4")
-    cost = DeviceCost(ModelWork.of(V3, 2), node, (MicroBatchShape.decode(1000, 100),))
+    cost = StepCost(ModelWork.of(V3, 2), node, (MicroBatchShape.decode(1000, 100),))
     down = Task(op=Op.QKV, layer=5, part=0, resource=Resource.DTOH)
     up = Task(op=Op.HID, layer=5, part=0, resource=Resource.HTOD)
     queries, results = 1000 * (2 * 128 * 576 + 1152), 1000 * 2 * 128 * 512
@@ -170,7 +171,7 @@ def test_decays_and_gates_of_kimi_linear_come_from_latents() -> None:
 
 def test_what_the_host_needs_of_kimi_linear_travels_with_its_decays() -> None:
     work, node = ModelWork.of(model_preset("kimi-linear-48b-a3b"), 2), hardware_preset("l4")
-    cost = DeviceCost(work, node, (MicroBatchShape.decode(1000, 100),))
+    cost = StepCost(work, node, (MicroBatchShape.decode(1000, 100),))
     down = Task(op=Op.QKV, layer=1, part=0, resource=Resource.DTOH)
     num_bytes = 1000 * 2 * (4 * 32 * 128 + 32)
     assert cost.duration_s(down) == pytest.approx(num_bytes / node.dtoh_bytes_per_s, rel=0.01)
@@ -188,7 +189,7 @@ def test_experts_of_nemotron_super_read_and_write_a_latent() -> None:
 
 def test_rows_and_sums_of_latent_experts_are_as_narrow_as_the_latent() -> None:
     work, node = ModelWork.of(model_preset("nemotron-3-super-120b-a12b"), 2), hardware_preset("l4")
-    cost = DeviceCost(work, node, (MicroBatchShape.decode(10_000, 100),))
+    cost = StepCost(work, node, (MicroBatchShape.decode(10_000, 100),))
     rows = Task(op=Op.ROWS, layer=0, part=0, resource=Resource.DTOH)
     sums = Task(op=Op.SUMS, layer=0, part=0, resource=Resource.HTOD)
     sent, returned = 10_000 * (2 * 1024 + 22 * 8), 10_000 * 4 * 1024

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from raymoe.plan.work import CELLS, StepLoad, Steps, duplicates
+from raymoe.plan.work import CELLS, Repeated, StepLoad, duplicates
 
 
 def random_load(dice: random.Random) -> StepLoad:
@@ -45,7 +45,7 @@ def test_decoding_rows_are_spread_whatever_the_prompts() -> None:
     assert [shape.tokens for shape in shapes] == [170, 100]
 
 
-def totals(steps: list[Steps]) -> list[float]:
+def totals(steps: list[Repeated]) -> list[float]:
     sums = [0.0] * 5
     for load, number in steps:
         rows = number * load.decode_rows
@@ -63,7 +63,7 @@ def totals(steps: list[Steps]) -> list[float]:
 @pytest.mark.parametrize("seed", range(20))
 def test_passes_that_are_alike_hold_together_what_they_held_apart(seed: int) -> None:
     dice = random.Random(seed)
-    steps = [Steps(random_load(dice), dice.uniform(0.1, 50)) for _ in range(300)]
+    steps = [Repeated(random_load(dice), dice.uniform(0.1, 50)) for _ in range(300)]
     few = duplicates(steps)
     assert len(few) <= (CELLS + 1) * CELLS * (CELLS + 1)
     assert totals(few) == pytest.approx(totals(steps))
@@ -74,5 +74,5 @@ def test_no_prompts_and_a_few_are_not_alike() -> None:
     joined = StepLoad(decode_rows=100, decode_context=10, prompt_tokens=1)
     full = StepLoad(prompt_tokens=1000, prompt_chunk=10)
     assert sorted(
-        number for _, number in duplicates([*map(Steps, (decoding, joined, full), (5, 3, 1))])
+        number for _, number in duplicates([*map(Repeated, (decoding, joined, full), (5, 3, 1))])
     ) == [1, 3, 5]

@@ -6,17 +6,18 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
-from raymoe.schedule.program import LayerPages, StepForm
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm
 
 MAX_MICRO_BATCHES = {"vslpipe": 2}  # of the builders; papers may take fewer
 DEVICE_ONLY = ("flexgen_s4",)
 BUILDER_NAMES = tuple(STREAMING_BUILDERS)
 
 
-def streamed_layer(num_pages: int = 3) -> LayerPages:
+def streamed_layer(num_pages: int = 3) -> LayerPlacement:
     """The first page is attention and some of the experts, the others are experts."""
-    return LayerPages(
-        num_pages=num_pages, attention_pages=(0,), expert_pages=tuple(range(num_pages))
+    return LayerPlacement.of_pages(
+        num_pages, attention_pages=(0,), expert_pages=tuple(range(num_pages))
     )
 
 
@@ -37,36 +38,36 @@ def form_for(name: str, num_layers: int, num_micro_batches: int, num_pages: int)
 
 
 @st.composite
-def layer_pages(draw: st.DrawFn, min_pages: int = 0, max_pages: int = 5) -> LayerPages:
+def layer_pages(draw: st.DrawFn, min_pages: int = 0, max_pages: int = 5) -> LayerPlacement:
     num_pages = draw(st.integers(min_pages, max_pages))
     users = draw(
         st.lists(
             st.sampled_from(("pre", "experts", "both")), min_size=num_pages, max_size=num_pages
         )
     )
-    return LayerPages(
-        num_pages=num_pages,
+    return LayerPlacement.of_pages(
+        num_pages,
         attention_pages=tuple(p for p, user in enumerate(users) if user != "experts"),
         expert_pages=tuple(p for p, user in enumerate(users) if user != "pre"),
     )
 
 
 @st.composite
-def grouped_layer_pages(draw: st.DrawFn) -> LayerPages:
+def grouped_layer_pages(draw: st.DrawFn) -> LayerPlacement:
     """What is common is read by attention, by the experts or both; the rest by a group of them."""
     common = draw(layer_pages(max_pages=2))
     sizes = draw(st.lists(st.integers(1, 2), max_size=5))
     ends = list(itertools.accumulate(sizes, initial=common.num_pages))
     return replace(
         common,
-        num_pages=ends[-1],
+        page_bytes=(0,) * ends[-1],
         expert_pages=(*common.expert_pages, *range(common.num_pages, ends[-1])),
         group_pages=tuple(tuple(range(*ends)) for ends in itertools.pairwise(ends)),
     )
 
 
 @st.composite
-def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPages]) -> LayerPages:
+def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPlacement]) -> LayerPlacement:
     """A layer of which cores compute some experts, with the last pages or without any."""
     pages = draw(layers)
     if draw(st.booleans()):
@@ -80,7 +81,7 @@ def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPages]) -> L
     start = draw(st.integers(bool(groups), 3))
     return replace(
         pages,
-        num_pages=count,
+        page_bytes=(0,) * count,
         expert_pages=tuple(page for page in pages.expert_pages if page < count),
         group_pages=groups,
         host_experts=range(start, start + 2),
@@ -88,11 +89,11 @@ def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPages]) -> L
     )
 
 
-def grouped_layer(num_groups: int = 4, *, has_common: bool = True) -> LayerPages:
+def grouped_layer(num_groups: int = 4, *, has_common: bool = True) -> LayerPlacement:
     """A page for attention, which may be resident, and one for each group of experts."""
     pages = tuple(range(has_common, has_common + num_groups))
-    return LayerPages(
-        num_pages=len(pages) + has_common,
+    return LayerPlacement.of_pages(
+        len(pages) + has_common,
         attention_pages=(0,) * has_common,
         expert_pages=pages,
         group_pages=tuple((page,) for page in pages),
@@ -116,7 +117,7 @@ def step_forms(
     on_cpu, on_device = draw(st.sampled_from(((True, False), (False, True), (True, True))))
     num_micro_batches = draw(st.integers(min_micro_batches, MAX_MICRO_BATCHES.get(name, 6)))
     layers = st.builds(
-        lambda pages, has_states: replace(pages, has_states=has_states),
+        lambda pages, on_device: replace(pages, states_on_device=on_device),
         layers,
         st.booleans() if draw(st.booleans()) else st.just(False),
     )

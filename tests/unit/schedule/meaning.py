@@ -70,9 +70,9 @@ def check_results(form: StepForm, memory: Memory) -> None:
     for layer, pages in enumerate(form.layers):
         for micro_batch in range(form.num_micro_batches):
             for name, is_used in (
-                ("kv", form.has_cpu_attention and not pages.has_states),
-                ("device_kv", form.has_device_attention and not pages.has_states),
-                ("device_states", pages.has_states),
+                ("kv", form.has_cpu_attention and not pages.states_on_device),
+                ("device_kv", form.has_device_attention and not pages.states_on_device),
+                ("device_states", pages.states_on_device),
             ):
                 age = "new" if is_used else "old"
                 assert memory[Buffer(name, (layer, micro_batch))] == (name, layer, micro_batch, age)
@@ -127,7 +127,7 @@ def expert_weights(task: Task, form: StepForm) -> set[Meaning]:
 
 
 def has_states(task: Task, form: StepForm) -> bool:
-    return task.layer < form.num_layers and form.layers[task.layer].has_states
+    return task.layer < form.num_layers and form.layers[task.layer].states_on_device
 
 
 def device_cache(task: Task, form: StepForm) -> Meaning:

@@ -16,7 +16,8 @@ from raymoe.schedule.builders import (
     load_second_layer,
 )
 from raymoe.schedule.graph import Op, Resource, Schedule
-from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm, next_first_slot
 from raymoe.schedule.timeline import simulate
 from tests.unit.schedule import meaning
 from tests.unit.schedule.costs import TaskCost
@@ -65,8 +66,8 @@ def test_issue_order_is_a_topological_order(case: tuple[Schedule, StepForm]) -> 
 def test_every_wave_passes_every_layer_once(case: tuple[Schedule, StepForm]) -> None:
     schedule, form = case
     steps = sorted(form.steps)
-    with_states = [step for step in steps if form.layers[step.layer].has_states]
-    with_kv = [step for step in steps if not form.layers[step.layer].has_states]
+    with_states = [step for step in steps if form.layers[step.layer].states_on_device]
+    with_kv = [step for step in steps if not form.layers[step.layer].states_on_device]
     on_cpu, on_device = (
         with_kv if is_used else []
         for is_used in (form.has_cpu_attention, form.has_device_attention)
@@ -158,20 +159,20 @@ def test_a_pass_finds_what_the_one_before_has_loaded(form: StepForm) -> None:
 
 
 def test_nothing_is_loaded_first_where_all_is_resident() -> None:
-    form = StepForm(layers=(LayerPages(num_pages=0),), num_micro_batches=2)
+    form = StepForm(layers=(LayerPlacement(),), num_micro_batches=2)
     assert load_first_layer(form).tasks == ()
 
 
 def test_the_pass_in_place_means_the_same() -> None:
     schedule = build_in_place(3)
-    form = StepForm(layers=(LayerPages(num_pages=0),) * 3, num_micro_batches=1)
+    form = StepForm(layers=(LayerPlacement(),) * 3, num_micro_batches=1)
     meaning.run(schedule, form, range(len(schedule.tasks)))
 
 
 @pytest.mark.parametrize("name", BUILDER_NAMES)
 def test_a_schedule_carries_the_name_of_its_builder(name: str) -> None:
     form = StepForm(
-        layers=(LayerPages(num_pages=0),),
+        layers=(LayerPlacement(),),
         num_micro_batches=1,
         has_device_attention=True,
     )

@@ -1,10 +1,10 @@
 """The schedule of the device `cpu`."""
 
-from raymoe.schedule.builders import BUILDERS
+from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Resource, Task
 from raymoe.schedule.timeline import simulate
 
-SCHEDULE = BUILDERS["in_place"](2)
+SCHEDULE = build_in_place(2)
 
 
 def test_issue_order_of_two_layers() -> None:

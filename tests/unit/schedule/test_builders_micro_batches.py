@@ -15,7 +15,8 @@ from raymoe.schedule.builders import (
     build_vslpipe,
 )
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule
-from raymoe.schedule.program import LayerPages, StepForm
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
 from tests.unit.schedule.costs import T4_LIKE, OpCost, link_bound_costs
 from tests.unit.schedule.forms import (
@@ -26,7 +27,7 @@ from tests.unit.schedule.forms import (
     uniform_form,
 )
 
-RESIDENT = LayerPages(num_pages=0)
+RESIDENT = LayerPlacement()
 
 
 def order(schedule: Schedule, *ops: Op) -> str:
@@ -63,7 +64,7 @@ def test_a_last_group_may_be_smaller() -> None:
 
 
 def test_a_front_waits_until_the_attention_pages_of_its_layer_are_issued() -> None:
-    late = LayerPages(num_pages=3, attention_pages=(2,), expert_pages=(0, 1))
+    late = LayerPlacement.of_pages(3, attention_pages=(2,), expert_pages=(0, 1))
     form = StepForm(layers=(late, late), num_micro_batches=3)
     schedule = build_micro_batches(replace(form, micro_batches_per_group=1, look_ahead=2))
     assert order(schedule, Op.PRE, Op.W) == (

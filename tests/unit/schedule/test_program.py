@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.schedule.program import LayerPages, StepForm, next_first_slot
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import StepForm, next_first_slot
 from tests.unit.schedule.forms import grouped_layer, streamed_layer
 
 
@@ -28,7 +29,7 @@ from tests.unit.schedule.forms import grouped_layer, streamed_layer
 )
 def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LayerPages(**fields)
+        LayerPlacement.of_pages(**fields)
 
 
 @pytest.mark.parametrize(
@@ -51,5 +52,5 @@ def test_a_pass_that_cannot_be_is_refused(fields: dict[str, Any], message: str) 
 def test_streamed_layers_take_the_slots_in_turn_resident_ones_take_none(
     num_streamed: int, slot: int
 ) -> None:
-    layers = (LayerPages(num_pages=0), *[streamed_layer()] * num_streamed, LayerPages(num_pages=0))
+    layers = (LayerPlacement(), *[streamed_layer()] * num_streamed, LayerPlacement())
     assert next_first_slot(StepForm(layers=layers, num_micro_batches=1, first_slot=1)) == slot

@@ -1,4 +1,4 @@
-"""CPU kernels of layers whose cache is a state of fixed size for each sequence.
+"""Layers whose cache is a state of fixed size for each sequence, on CPUs and GPUs.
 
 A batch that was prepared for a device is left to the kernels of `gpu_state`. Of others they
 read `query_start`, `context_tokens` and `slots`, which are distinct where there are new tokens. A

@@ -1,4 +1,4 @@
-"""CPU kernels of norms, rotary embeddings, routers and sampling.
+"""Norms, rotary embeddings, routers and sampling, on CPUs and GPUs.
 
 Functions with an `out` on a GPU are one launch of `gpu_elementwise`, which imports Triton and is
 imported where it is called. All other tensors are computed by torch: the references.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OLDEST_CAPABILITY = (7, 5)
 
 
 @cache
@@ -574,13 +574,6 @@ def log_sum_exp(logits_RV: Tensor) -> Tensor:
     out_R = torch.empty(logits_RV.shape[0], dtype=torch.float32)
     _native.log_sum_exp(logits_RV, out_R)
     return out_R
-
-
-def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor) -> Tensor:
-    """Return log-probabilities of given tokens, float32 [R, N] (or [R] for ids [R])."""
-    index_RN = ids_RN.long() if ids_RN.ndim == 2 else ids_RN.long()[:, None]
-    logprobs_RN = logits_RV.gather(1, index_RN).float() - log_sum_exp(logits_RV)[:, None]
-    return logprobs_RN if ids_RN.ndim == 2 else logprobs_RN[:, 0]
 
 
 def topk_logprobs(logits_RV: Tensor, k: int) -> TopLogprobs:

@@ -1,38 +1,37 @@
-"""Search for a policy on a node whose GPU does not hold the model."""
+"""Points of a search, and the sizes that memory leaves them."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
 from math import ceil, log2
-from operator import itemgetter
 from typing import NoReturn, Self
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.device_step import (
-    KV_BLOCK_TOKENS,
-    DeviceStep,
-    StreamedSteps,
-    blocks_of,
-    device_footprint,
-    host_footprint,
-    kv_block_bytes,
+from raymoe.plan.footprint import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.placement import (
+    WHOLE_MODEL_SCHEDULES,
+    LayerBytes,
+    Placement,
+    layer_sizes,
+    slots_bytes,
 )
-from raymoe.plan.job import JobEstimate, job_steps, min_steps
-from raymoe.plan.pages import LayerBytes, layer_sizes, slots_bytes
 from raymoe.plan.policy import (
     FEWER_BITS,
+    KV_BLOCK_TOKENS,
     MIN_SNAPSHOTS,
+    ON_THE_GPU_ALONE,
     PAGE_BYTES,
     SEQUENCES_PER_SNAPSHOT,
     SHORTER_ROWS,
     DevicePolicy,
+    Footprint,
     Policy,
+    blocks_of,
     host_advice,
     max_sequences,
 )
-from raymoe.plan.work import ModelWork, StepLoad, Steps, duplicates
+from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
@@ -43,13 +42,43 @@ WHOLE_LAYERS = 2.0
 EXPERT_GROUPS = 8  # of a layer, in rings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceJob:
+@dataclass(frozen=True, kw_only=True)
+class JobOnNode:
+    """What a plan is for.
+
+    Attributes:
+        weight_bytes: All weights in the form that the cores' kernels read; None estimates.
+    """
+
     model: ModelSpec
     work: ModelWork
     hardware: HardwareSpec
     workload: Workload
     max_model_len: int
+    weight_bytes: int | None = None
+
+    def host_footprint(self, placement: Placement) -> Footprint:
+        weights = self._packed_bytes if placement.is_in_place else 0
+        return host_footprint(self.model, self.work, placement, weights)
+
+    def device_footprint(self, placement: Placement) -> Footprint:
+        return device_footprint(self.model, self.work, placement)
+
+    def check_fits(self, placement: Placement, *, what: str, on_host: str, on_device: str) -> None:
+        """Raise InfeasiblePlanError if a memory is too small.
+
+        Args:
+            what: What needs the memory.
+            on_host: What to do where only the KV cache is too much for the host.
+            on_device: What to do where the device is too small.
+        """
+        hardware, needs = self.hardware, self.host_footprint(placement)
+        advice = on_host
+        if not placement.is_resident:
+            advice = host_advice(needs, hardware.host_memory_bytes, on_host)
+        needs.check_fits(hardware.host_memory_bytes, what=what, advice=advice)
+        of_device = self.device_footprint(placement)
+        of_device.check_fits(hardware.gpu_memory_bytes, what=what, advice=on_device)
 
     def num_blocks(self, num_bytes: int, *, with_states: bool = True) -> int:
         """KV blocks for which there is room, with the states of the rows whose KV is in them.
@@ -71,7 +100,11 @@ class DeviceJob:
         left = num_bytes - num_blocks * kv_block_bytes(self.work)
         return max_sequences(left, 0, self.work.state_bytes)
 
-    @property
+    @cached_property
+    def _packed_bytes(self) -> int:
+        return self.weight_bytes or self.model.weight_bytes(self.work.bytes_per_element)
+
+    @cached_property
     def _mean_tokens(self) -> int:
         workload = self.workload
         held = workload.computed_prompt_tokens + workload.generated_tokens // 2
@@ -138,11 +171,14 @@ class SearchSpace:
     states_on_device: tuple[bool, ...] = (False,)
 
     @classmethod
-    def of(cls, job: DeviceJob) -> Self:
-        """Tokens of a step by octaves up to the balance of GPU and link, or all that the job has.
+    def of(cls, job: JobOnNode, schedule: str = "micro_batches") -> Self:
+        """The values that may make a job faster with a schedule.
 
-        More tokens than at the balance make steps longer and rows wait, and nothing faster.
+        Where weights stream, tokens of a step by octaves up to the balance of GPU and link, or all
+        that the job has. More make steps longer and rows wait, and nothing faster.
         """
+        if schedule in WHOLE_MODEL_SCHEDULES:
+            return cls._of_whole(schedule)
         workload = job.workload
         useful = workload.total_computed_prompt_tokens + workload.num_rows
         num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
@@ -153,6 +189,21 @@ class SearchSpace:
             states_on_device=(False, True) if has_states else (False,),
         )
 
+    @classmethod
+    def _of_whole(cls, schedule: str) -> Self:
+        space = cls(
+            num_micro_batches=(1,),
+            is_grouped=(False,),
+            look_ahead=(0,),
+            cpu_attention_fraction=(CPU_ATTENTION_FRACTIONS[schedule],),
+            slot_layers=(WHOLE_LAYERS,),
+            cpu_experts_fraction=(0.0,),
+        )
+        if schedule == "resident":
+            return space
+        shares = tuple(2.0**-power for power in range(11))
+        return replace(space, batch_share=shares, max_num_batched_tokens=HOST_TOKENS)
+
     def around(self, search_point: SearchPoint, *names: str) -> Iterator[SearchPoint]:
         axes = [getattr(self, name) for name in names]
         for values in itertools.product(*axes):
@@ -162,6 +213,8 @@ class SearchSpace:
         return itertools.starmap(SearchPoint, itertools.product(*astuple(self)))
 
 
+# Tokens of a step of cores alone, in which products reach their best rate earlier than on a GPU.
+HOST_TOKENS = (512, 1024, 2048, 4096, 8192)
 AXES = tuple(axis.name for axis in fields(SearchPoint))
 MIN_TOKENS = 1024
 
@@ -184,8 +237,10 @@ MIN_CHUNK = 1024  # least prefill chunk, for prompts longer than those planned f
 
 
 @dataclass(frozen=True)
-class DeviceSizes:
-    job: DeviceJob
+class Sizes:
+    """Sizes the points of a search, as far as memory goes."""
+
+    job: JobOnNode
     schedule: str = "micro_batches"
     page_bytes: int = PAGE_BYTES
 
@@ -213,16 +268,18 @@ class DeviceSizes:
             states_on_device=states_on_device,
         )
 
-    def steps(
+    def placement(
         self, search_point: SearchPoint, *, size_bits: int | None = None
-    ) -> StreamedSteps | None:
-        """Size a point: KV cache fills the rest of host memory, resident weights the device.
+    ) -> Placement | None:
+        """Size a point: KV cache fills the rest of its memory, resident weights the device.
 
         Resident weights free host memory for the cache, and a larger batch leaves less device
         memory for resident weights; a second round starts from the first one's lower bound. Returns
         None where one sequence or the weight slots do not fit. `size_bits` rounds batch and cache
         sizes down to so many leading bits, so that nearby points get equal sizes.
         """
+        if self.schedule in WHOLE_MODEL_SCHEDULES:
+            return self._whole(search_point)
         sized = self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
         filled = self._filled(sized)
         for _ in range(2):
@@ -249,13 +306,39 @@ class DeviceSizes:
                 filled = self._filled(sized)
         if filled is None:
             return None
-        needs = host_footprint(self.job.model, self.job.work, filled).total
+        needs = self.job.host_footprint(filled).total
         return filled if needs <= self.job.hardware.host_memory_bytes else None
+
+    def _whole(self, search_point: SearchPoint) -> Placement | None:
+        """A point where one memory has all weights and KV."""
+        job, bare = self.job, self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
+        needs, memory_bytes = job.device_footprint(bare), job.hardware.gpu_memory_bytes
+        if bare.is_in_place:
+            needs, memory_bytes = job.host_footprint(bare), job.hardware.host_memory_bytes
+        free = memory_bytes - needs.total + needs.bytes_of("KV cache")
+        num_blocks = job.num_blocks(free)
+        max_num_seqs = job.max_num_seqs(num_blocks, search_point.batch_share)
+        max_num_seqs = min(max_num_seqs, search_point.max_num_batched_tokens)
+        if job.work.state_bytes:
+            max_num_seqs = min(max_num_seqs, job.max_states(free, num_blocks))
+        if max_num_seqs < 1:
+            return None
+        num_blocks = job.useful_blocks(num_blocks, max_num_seqs)
+        return self.sized(search_point, max_num_seqs=max_num_seqs, num_kv_blocks=num_blocks)
 
     def sized(
         self, search_point: SearchPoint, *, max_num_seqs: int, num_kv_blocks: int
-    ) -> StreamedSteps:
-        """The steps of a point without resident weights, whether or not they fit."""
+    ) -> Placement:
+        """A point without resident weights where these stream, whether or not it fits."""
+        if self.schedule in WHOLE_MODEL_SCHEDULES:
+            policy = Policy(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=search_point.max_num_batched_tokens,
+                max_prefill_chunk_tokens=search_point.max_num_batched_tokens,
+                num_kv_blocks=num_kv_blocks,
+                steady_admission=search_point.steady_admission,
+            )
+            return Placement.of_layers(self._layers, self.schedule, policy)
         num_micro_batches = min(search_point.num_micro_batches, max_num_seqs)
         has_ring = search_point.slot_layers != WHOLE_LAYERS
         policy = Policy(
@@ -280,42 +363,35 @@ class DeviceSizes:
                 ring_slots=round(EXPERT_GROUPS * search_point.slot_layers) if has_ring else 2,
             ),
         )
-        return StreamedSteps.of_layers(self._layers, self.schedule, policy)
+        return Placement.of_layers(self._layers, self.schedule, policy)
 
     def refuse(self) -> NoReturn:
         """Raise InfeasiblePlanError with the needs of the smallest policy."""
-        grid = SearchSpace()
-        search_point = self.fixed(
-            SearchPoint(
-                1.0, 1, False, 0, 1.0, min(grid.max_num_batched_tokens), min(grid.slot_layers)
+        job, grid = self.job, SearchSpace.of(self.job, self.schedule)
+        tokens, layers = min(grid.max_num_batched_tokens), min(grid.slot_layers)
+        search_point = self.fixed(SearchPoint(1.0, 1, False, 0, 1.0, tokens, layers, False))
+        bare = self.sized(search_point, max_num_seqs=1, num_kv_blocks=job.min_blocks)
+        what, on_device = f"{job.model.name} with one sequence", ON_THE_GPU_ALONE
+        if bare.is_resident:
+            what = f"{job.model.name} on the GPU alone"
+        elif bare.streams:
+            bare = self._filled(bare) or bare
+            on_device = (
+                f"{self._min_slots} must fit on the device; choose a larger one, or {FEWER_BITS}."
             )
-        )
-        bare = self.sized(search_point, max_num_seqs=1, num_kv_blocks=self.job.min_blocks)
-        sized = self._filled(bare) or bare
-        what = f"{self.job.model.name} with one sequence"
-        on_host = host_footprint(self.job.model, self.job.work, sized)
-        memory_bytes = self.job.hardware.host_memory_bytes
-        on_host.check_fits(
-            memory_bytes, what=what, advice=host_advice(on_host, memory_bytes, SHORTER_ROWS)
-        )
-        device_footprint(self.job.model, self.job.work, sized).check_fits(
-            self.job.hardware.gpu_memory_bytes,
-            what=what,
-            advice=f"{self._min_slots} must fit on the device; choose a larger one, or "
-            f"{FEWER_BITS}.",
-        )
-        raise InfeasiblePlanError(f"{what} fits {self.job.hardware.name}, but no policy does")
+        job.check_fits(bare, what=what, on_host=SHORTER_ROWS, on_device=on_device)
+        raise InfeasiblePlanError(f"{what} fits {job.hardware.name}, but no policy does")
 
-    def _filled(self, steps: StreamedSteps) -> StreamedSteps | None:
+    def _filled(self, placement: Placement) -> Placement | None:
         spare = self.job.hardware.gpu_memory_bytes
-        spare -= device_footprint(self.job.model, self.job.work, steps).total
+        spare -= device_footprint(self.job.model, self.job.work, placement).total
         if spare < 0:
             return None
-        device, slots = steps.device, steps.cut.slots_bytes
+        device, slots = placement.device, placement.slots_bytes
         resident_bytes = -1
         for _ in range(3):  # resident weights shrink the slots, which makes room for more
             before = resident_bytes
-            resident_bytes = spare + steps.cut.slots_bytes - slots
+            resident_bytes = spare + placement.slots_bytes - slots
             if resident_bytes == before:
                 break
             slots = slots_bytes(
@@ -324,7 +400,7 @@ class DeviceSizes:
                 num_groups=device.expert_groups,
                 ring_slots=min(device.ring_slots, device.expert_groups),
             )
-        return self._with_resident(steps, resident_bytes)
+        return self._with_resident(placement, resident_bytes)
 
     def _max_states(self, search_point: SearchPoint) -> int:
         """Sequences whose states the device has room for next to the weight slots."""
@@ -345,14 +421,14 @@ class DeviceSizes:
         minimum = ceil_div(num_rows, num_batches + (num_batches >> (size_bits - 1)))
         return max(minimum, _leading_bits(max_num_seqs, size_bits))
 
-    def _with_resident(self, steps: StreamedSteps, resident_bytes: int) -> StreamedSteps:
-        device = replace(steps.device, resident_bytes=resident_bytes)
-        policy = replace(steps.policy, device=device)
-        return StreamedSteps.of_layers(self._layers, self.schedule, policy)
+    def _with_resident(self, placement: Placement, resident_bytes: int) -> Placement:
+        device = replace(placement.device, resident_bytes=resident_bytes)
+        policy = replace(placement.policy, device=device)
+        return Placement.of_layers(self._layers, self.schedule, policy)
 
-    def _free_bytes(self, steps: StreamedSteps) -> int:
+    def _free_bytes(self, placement: Placement) -> int:
         """Host memory beside all but KV and states."""
-        bare = host_footprint(self.job.model, self.job.work, steps)
+        bare = self.job.host_footprint(placement)
         return self.job.hardware.host_memory_bytes - bare.total + bare.bytes_of("KV cache")
 
     @property
@@ -387,199 +463,3 @@ class DeviceSizes:
 def _leading_bits(value: int, count: int) -> int:
     shift = max(0, value.bit_length() - count)
     return value >> shift << shift
-
-
-# The bound of equal steps is 0.91 of a job's time in the mean over random policies, and exceeds
-# 1.01 of it in 3 of 100.
-EVEN_SHARE = 0.97
-# Detail of the jobs that walks simulate (`job_steps`). With all of it a search takes 2 to 5 times
-# as long, for 0.3 to 2 % less time of a job.
-WALK_DETAIL = 0.25
-NUM_REFINED = 2  # ends of walks from which the search goes on with all of it
-# Bits kept of batch and cache sizes: points that differ only in device use share job simulations.
-SIZE_BITS = 7
-# A walk continues only from points within this factor of the best job time. A factor of 1.1 needs
-# 0.56 of the unlimited search time and 1.3 needs 0.63, for 0.06 and 0.04 % less throughput in the
-# mean over 72 random jobs, 1.9 % at most.
-DETOUR = 1.1
-# A job is given up if the larger half of its steps exceed their lower bounds so much that with all
-# like them it would take this much longer than the best.
-LIKELY = 1.05
-MIN_GAIN_FACTOR = 1.001  # walk the axes again only after a gain above this
-
-
-def starts(job: DeviceJob) -> tuple[SearchPoint, ...]:
-    """Starting points: VSLPipe, CGOPipe, large steps, module-based batching, resident weights.
-
-    VSLPipe uses its own step size; module-based batching splits attention;
-    the last point has few sequences and leaves the device to the weights. The order is by the
-    results of walks over random jobs, best first.
-    """
-    return (
-        SearchPoint(1.0, 2, False, 1, 1.0, job.balanced_tokens),
-        SearchPoint(1.0, 8, False, 2, 1.0, 4096),
-        SearchPoint(1.0, 8, False, 15, 1.0, 32768),
-        SearchPoint(1.0, 4, True, 15, 0.6, 8192),
-        SearchPoint(0.125, 1, False, 0, 0.7, 32768),
-    )
-
-
-@dataclass
-class DeviceSearch:
-    sizes: DeviceSizes
-    detail: float = WALK_DETAIL
-    _ends: dict[SearchPoint, "Candidate"] = field(default_factory=dict)  # of walks
-    _points: dict[SearchPoint, "Candidate | None"] = field(default_factory=dict)
-    _jobs: dict[Policy, list[Steps]] = field(default_factory=dict)
-
-    def best(self, grid: SearchSpace | None = None) -> "Candidate | None":
-        """Walk with whole layers, a ring, experts on the cores, and states on the device."""
-        everything = grid or SearchSpace.of(self.sizes.job)
-        grid = replace(everything, cpu_experts_fraction=(0.0,))
-        whole = replace(grid, slot_layers=(WHOLE_LAYERS,))
-        best: Candidate | None = None
-        for start in starts(self.sizes.job):
-            best = self._better(best, start, whole)
-        if self.sizes.has_ring:
-            others = starts(self.sizes.job)
-            for start in (best.search_point, others[0]) if best else others:
-                ring = replace(start, slot_layers=min(grid.slot_layers))
-                best = self._better(best, ring, grid)
-                if best and best.search_point.slot_layers == WHOLE_LAYERS:
-                    break
-        has_experts = any(layer.num_experts for layer in self.sizes.job.work.kinds)
-        if best and self.sizes.has_ring and has_experts:
-            fraction = max(everything.cpu_experts_fraction)
-            on_cores = replace(best.search_point, cpu_experts_fraction=fraction)
-            best = self._better(best, on_cores, everything)
-        if True in everything.states_on_device:
-            first = starts(self.sizes.job)[0]
-            for start in (best.search_point, first) if best else (first,):
-                with_states = replace(start, states_on_device=True)
-                best = self._better(best, with_states, everything)
-        in_detail = DeviceSearch(self.sizes, detail=1.0)
-        ends = sorted(self._ends.values(), key=_seconds)[:NUM_REFINED]
-        refined = [in_detail.refined(end.search_point) for end in ends]
-        return min(filter(None, refined), key=_seconds, default=None)
-
-    def _better(
-        self, best: "Candidate | None", start: SearchPoint, grid: SearchSpace
-    ) -> "Candidate | None":
-        end = self._walk(start, grid, DETOUR * best.seconds if best else math.inf)
-        if end is not None:
-            self._ends[end.search_point] = end
-        return min(filter(None, (best, end)), key=_seconds, default=None)
-
-    def faster(self, search_point: SearchPoint, limit_s: float = math.inf) -> "Candidate | None":
-        """The candidate at a point if it fits and its job takes less than the limit."""
-        candidate = self.candidate(self.sizes.fixed(search_point))
-        return candidate if candidate and candidate.beats(limit_s) else None
-
-    def in_full(self, search_point: SearchPoint) -> "Candidate | None":
-        """The candidate with exact sizes instead of rounded ones; None if it does not fit."""
-        steps = self.sizes.steps(search_point)
-        return None if steps is None else Candidate(search_point, steps, self)
-
-    def steps_of_job(self, policy: Policy) -> list[Steps]:
-        """Steps of the job; they do not depend on the device policy."""
-        workload = self.sizes.job.workload
-        chunk = min(policy.max_prefill_chunk_tokens, workload.longest_prompt_tokens)
-        key = replace(policy, max_prefill_chunk_tokens=chunk, device=None)
-        if key not in self._jobs:
-            self._jobs[key] = duplicates(job_steps(workload, key, detail=self.detail))
-        return self._jobs[key]
-
-    def candidate(self, search_point: SearchPoint) -> "Candidate | None":
-        """The candidate at a point normalised by `DeviceSizes.fixed`; None if it does not fit."""
-        if search_point not in self._points:
-            steps = self.sizes.steps(search_point, size_bits=SIZE_BITS)
-            self._points[search_point] = (
-                None if steps is None else Candidate(search_point, steps, self)
-            )
-        return self._points[search_point]
-
-    def refined(self, start: SearchPoint) -> "Candidate | None":
-        """The best point near the end of a walk, with exact sizes where these are faster."""
-        end, before = self.faster(start), None
-        while end and (before is None or before.seconds >= MIN_GAIN_FACTOR * end.seconds):
-            before = end
-            for search_point in finer(before.search_point):
-                end = self.faster(search_point, end.seconds) or end
-        in_full = self.in_full(end.search_point) if end else None
-        return min(filter(None, (end, in_full)), key=_seconds, default=None)
-
-    def _walk(self, start: SearchPoint, grid: SearchSpace, max_s: float) -> "Candidate | None":
-        best = self.faster(start, max_s)
-        while True:
-            before = best
-            for axis in AXES:
-                for search_point in grid.around(best.search_point if best else start, axis):
-                    best = self.faster(search_point, best.seconds if best else max_s) or best
-            if best is None or (before and before.seconds < MIN_GAIN_FACTOR * best.seconds):
-                return best
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A policy that fits; the job is simulated only as far as comparisons need."""
-
-    search_point: SearchPoint
-    steps: StreamedSteps
-    search: DeviceSearch
-
-    @cached_property
-    def even_s(self) -> float:
-        """Approximate lower bound: all steps equal, each as long as its busiest lane."""
-        load, count = min_steps(self.search.sizes.job.workload, self.steps.policy)
-        return count * self._model.min_s(load)
-
-    @cached_property
-    def min_s(self) -> float:
-        """Lower bound for any task order: the busiest lane of each step."""
-        return sum(self._min_s)
-
-    @cached_property
-    def job(self) -> JobEstimate:
-        return JobEstimate.of(self.search.sizes.job.workload, self._job_steps, self._seconds_of)
-
-    @property
-    def seconds(self) -> float:
-        return self.job.seconds
-
-    def beats(self, limit_s: float) -> bool:
-        """Whether the job takes less; stops simulating once the remaining steps cannot help."""
-        if EVEN_SHARE * self.even_s >= limit_s or self.min_s >= limit_s:
-            return False
-        seconds, simulated_s, of_these_s = self.min_s, 0.0, 0.0
-        steps = zip(self._min_s, self._job_steps, strict=True)
-        for min_s, (load, count) in sorted(steps, key=itemgetter(0), reverse=True):
-            step_s = count * self._seconds_of(load)
-            seconds += step_s - min_s
-            simulated_s += step_s
-            of_these_s += min_s
-            if seconds >= limit_s:
-                return False
-            expected_s = self.min_s * simulated_s / of_these_s
-            if of_these_s > self.min_s / 2 and expected_s > LIKELY * limit_s:
-                return False
-        return True
-
-    @cached_property
-    def _job_steps(self) -> list[Steps]:
-        return self.search.steps_of_job(self.steps.policy)
-
-    @cached_property
-    def _min_s(self) -> list[float]:
-        return [count * self._model.min_s(load) for load, count in self._job_steps]
-
-    @cached_property
-    def _seconds_of(self) -> Callable[[StepLoad], float]:
-        return lru_cache(maxsize=None)(self._model.seconds)
-
-    @cached_property
-    def _model(self) -> DeviceStep:
-        return DeviceStep(self.search.sizes.job.work, self.search.sizes.job.hardware, self.steps)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds

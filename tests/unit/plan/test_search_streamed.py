@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from raymoe.plan.device_search import Candidate, DeviceJob, DeviceSearch, DeviceSizes, SearchSpace
-from raymoe.plan.device_step import DeviceStep
-from raymoe.plan.plan import Plan
 from raymoe.plan.policy import DevicePolicy
-from raymoe.plan.search import find_plan
+from raymoe.plan.search import Candidate, Search, find_plan
+from raymoe.plan.sizes import JobOnNode, SearchSpace, Sizes
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
@@ -28,7 +26,7 @@ GOOD = 0.98  # of the best throughput on the grid
 MIXTRAL = model_preset("mixtral-8x7b")
 
 
-def fastest(search: DeviceSearch, grid: SearchSpace, limit_s: float) -> float:
+def fastest(search: Search, grid: SearchSpace, limit_s: float) -> float:
     """Seconds of the best point of the grid, where some point takes less than the limit.
 
     Points are left out that cannot take less; the bound is exact but for the sampling of layers.
@@ -45,11 +43,11 @@ def fastest(search: DeviceSearch, grid: SearchSpace, limit_s: float) -> float:
     return limit_s
 
 
-def check_quality(job: DeviceJob, grid: SearchSpace) -> Candidate:
-    sizes = DeviceSizes(job)
-    chosen = DeviceSearch(sizes).best(grid)
+def check_quality(job: JobOnNode, grid: SearchSpace) -> Candidate:
+    sizes = Sizes(job)
+    chosen = Search(sizes).best(grid)
     assert chosen is not None
-    best_s = fastest(DeviceSearch(sizes, detail=1.0), grid, chosen.seconds)
+    best_s = fastest(Search(sizes, detail=1.0), grid, chosen.seconds)
     assert chosen.seconds <= best_s / GOOD, (
         f"{chosen.search_point} takes {chosen.seconds / best_s:.4f}"
     )
@@ -61,7 +59,7 @@ def test_the_walk_finds_what_trying_everything_finds(seed: int) -> None:
     check_quality(next(random_jobs(seed)), SMALL)
 
 
-def check_papers(job: DeviceJob, chosen_s: float) -> int:
+def check_papers(job: JobOnNode, chosen_s: float) -> int:
     plans = list(paper_plans(job))
     for plan in plans:
         assert chosen_s <= plan.job.seconds, f"{plan.schedule}: {plan.policy}"
@@ -80,19 +78,14 @@ def test_no_paper_is_faster_on_its_own_ground() -> None:
     """Mixtral on the L4 host of MoE-Lightning, MTBench."""
     workload = Workload(num_rows=5000, prompt_tokens=77, generated_tokens=128)
     chosen = find_plan(MIXTRAL, hardware_preset("l4"), workload, max_model_len=4096)
-    job = DeviceJob(
+    job = JobOnNode(
         model=MIXTRAL,
-        work=steps_of(chosen).work,
+        work=chosen.steps.work,
         hardware=hardware_preset("l4"),
         workload=workload,
         max_model_len=4096,
     )
     assert check_papers(job, chosen.job.seconds) >= 5
-
-
-def steps_of(plan: Plan) -> DeviceStep:
-    assert isinstance(plan.steps, DeviceStep)
-    return plan.steps
 
 
 def policy_on(node: HardwareSpec) -> DevicePolicy:

@@ -1,25 +1,26 @@
-"""Pass times from a few layers, and their bound, against the simulation of all layers."""
+"""Step times from a few layers, and their bound, against the simulation of all layers."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from raymoe.plan.device_search import DeviceSizes
-from raymoe.plan.device_step import DeviceStep, StreamedSteps
+from raymoe.plan.placement import Placement
+from raymoe.plan.sizes import Sizes
+from raymoe.plan.step import StepModel
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource
 from tests.unit.plan.device_jobs import POINTS, random_jobs
 
 
-def random_step(seed: int) -> tuple[DeviceStep, StepLoad]:
+def random_step(seed: int) -> tuple[StepModel, StepLoad]:
     dice = random.Random(seed)
     jobs, steps = random_jobs(seed), None
     while steps is None:
         job, name = next(jobs), dice.choice(("micro_batches", "micro_batches", *STREAMING_BUILDERS))
-        sizes = DeviceSizes(job, schedule=name)
-        steps = sizes.steps(sizes.fixed(dice.choice(POINTS)))
+        sizes = Sizes(job, schedule=name)
+        steps = sizes.placement(sizes.fixed(dice.choice(POINTS)))
     rows, tokens = steps.policy.max_num_seqs, steps.policy.max_num_batched_tokens
     load = StepLoad(
         decode_rows=dice.choice((0, rows / 3, rows)),
@@ -30,8 +31,8 @@ def random_step(seed: int) -> tuple[DeviceStep, StepLoad]:
     if name in RING_SCHEDULES and dice.random() < 0.5:
         device = replace(steps.device, cpu_experts_fraction=dice.choice((0.1, 0.5, 1.0)))
         policy = replace(steps.policy, device=device)
-        steps = StreamedSteps.of(job.model, name, policy, bytes_per_element=2)
-    return dice.choice(DeviceStep(job.work, job.hardware, steps).splits), load
+        steps = Placement.of(job.model, name, policy, bytes_per_element=2)
+    return dice.choice(StepModel(job.work, job.hardware, steps).splits), load
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -43,7 +44,7 @@ def test_a_few_layers_tell_how_long_all_take(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_pass_is_shorter_than_its_busiest_lane(seed: int) -> None:
+def test_no_step_is_shorter_than_its_busiest_lane(seed: int) -> None:
     model, load = random_step(seed)
     if load.tokens:
         timeline = model.timeline(load)
@@ -55,7 +56,7 @@ def test_no_pass_is_shorter_than_its_busiest_lane(seed: int) -> None:
         assert model.min_s(load) <= 1.01 * model.seconds(load)
 
 
-def test_an_empty_pass_takes_no_time() -> None:
+def test_an_empty_step_takes_no_time() -> None:
     model, _ = random_step(0)
     assert model.seconds(StepLoad()) == model.min_s(StepLoad()) == 0
 
@@ -63,6 +64,6 @@ def test_an_empty_pass_takes_no_time() -> None:
 def test_the_link_is_busy_with_all_that_streams() -> None:
     model, _ = random_step(3)
     load = StepLoad(decode_rows=1, decode_context=1)
-    streamed_s = model.steps.cut.streamed_bytes / model.hardware.htod_bytes_per_s
+    streamed_s = model.placement.streamed_bytes / model.hardware.htod_bytes_per_s
     assert model.timeline(load).busy_s(Resource.HTOD) >= streamed_s
     assert model.min_s(load) >= streamed_s
