@@ -19,7 +19,7 @@ from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, to_host, token_logprobs
-from raymoe.engine.scheduler import StepScheduler
+from raymoe.engine.scheduler import Scheduler
 from raymoe.engine.sequence import Bools, DecodeAll, SchedulerOutput, decode_each
 from raymoe.engine.tasks.reading import Found
 from raymoe.engine.tokenizer import StopStrings
@@ -196,7 +196,7 @@ class EngineCore:
     ) -> None:
         self._replanner = replanner
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
-        self.scheduler = StepScheduler(
+        self.scheduler = Scheduler(
             policy,
             max_model_len,
             prefix_salt=prefix_salt,

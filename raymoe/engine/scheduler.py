@@ -1,4 +1,4 @@
-"""StepScheduler: which sequences run in the next step, with how many tokens each.
+"""Scheduler: which sequences run in the next step, with how many tokens each.
 
 Prompts that begin with the same tokens share full blocks of the KV cache (Kwon et al., "Efficient
 Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, section 4.4).
@@ -160,7 +160,7 @@ TYPICAL_ROWS = 256  # whose lengths set the rate of admission
 FIRST_ROWS = 16
 
 
-class StepScheduler:
+class Scheduler:
     """Turns waiting and live sequences into steps. The engine thread owns it.
 
     Every step holds one token of each sequence that decodes and, up to

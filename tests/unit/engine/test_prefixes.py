@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raymoe.data.sorting import deal_rows, prompt_bytes
 from raymoe.engine.core import EngineCore
-from raymoe.engine.scheduler import StepScheduler
+from raymoe.engine.scheduler import Scheduler
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.prefixes import prefix_keys
 from tests.unit.engine.fakes import expected_tokens, small_policy
@@ -182,7 +182,7 @@ def test_a_prompt_whose_probabilities_are_wanted_is_computed() -> None:
 
 @pytest.mark.parametrize(("salt", "expected"), [(lambda _: b"", 96), (lambda n: bytes([n]), 0)])
 def test_lengths_that_matter_keep_prompts_apart(salt, expected) -> None:
-    scheduler = StepScheduler(ROOMY, 512, prefix_salt=salt)
+    scheduler = Scheduler(ROOMY, 512, prefix_salt=salt)
     bench = Bench(ROOMY)
     bench.core.scheduler = scheduler
     first, longer, equal = (bench_request(bench, prompt) for prompt in family(100, [10, 20, 10]))
