@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "kernels": {"errors", "codecs", "specs", "_native"},
     "device": BASE | {"_native", "specs", "kernels", "schedule"},
     "model": {"errors", "specs", "codecs", "kernels"},
-    "memory": BASE | {"specs", "codecs", "device", "kernels"},
+    "memory": BASE | {"specs", "codecs", "schedule", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels", "_native"},
     "assets": set(),
     "chat": {"errors"},

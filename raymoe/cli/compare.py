@@ -43,7 +43,7 @@ STAND_IN_ROWS, STAND_IN_CONTEXT = 2, 40  # of a micro-batch, where another model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStep:
+class DecodeBatch:
     """What each schedule does once.
 
     Attributes:
@@ -89,7 +89,7 @@ def compare_schedules(
     model: Path,
     hardware: HardwareSpec,
     names: Sequence[str],
-    step: DecodeStep,
+    step: DecodeBatch,
     *,
     costs_of: ModelSpec | None = None,
     time_scale: float = 1.0,
@@ -124,7 +124,7 @@ class _Run:
         directory: Path,
         hardware: HardwareSpec,
         name: str,
-        step: DecodeStep,
+        step: DecodeBatch,
         costs_of: ModelSpec | None,
     ) -> None:
         self._spec, self._directory, self._hardware = spec, directory, hardware
@@ -334,7 +334,7 @@ def run(  # noqa: PLR0913 - the options of a command
     _check_names(names)
     console = Console(stderr=True)
     comparisons = []
-    step = DecodeStep(
+    step = DecodeBatch(
         num_micro_batches=num_micro_batches, micro_batch_rows=micro_batch_rows, context=context,
         resident_share=resident_share, page_bytes=page_bytes,
         cpu_attention_fraction=cpu_attention_fraction,

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from raymoe.memory.activations import ActivationSizes, DeviceActivations, HostAc
 from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache, device_cache
 from raymoe.memory.shared_file import SharedFile
-from raymoe.memory.weight_pages import LayerPaging, WeightPages
+from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
 from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
@@ -46,12 +46,11 @@ from raymoe.runtime.operations import StreamedMemory
 from raymoe.runtime.runner import BeforeStep, ModelRunner
 from raymoe.runtime.streamed import Schedules, Streamed
 from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resident
-from raymoe.schedule.placement import LayerPlacement
-from raymoe.schedule.program import NUM_LAYER_SLOTS, NUM_RETURNED_SUMS
+from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
-from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
 
@@ -425,33 +424,13 @@ def _load_pages(model: RankModel, device: Device) -> WeightPages:
     return WeightPages(
         model.spec,
         model.weights,
-        layer_paging(model.spec, model.placement.layers),
+        model.placement.layers,
         dtype=model.dtype,
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
-        num_slots=(NUM_LAYER_SLOTS, model.placement.ring_slots),
+        ring_slots=model.placement.ring_slots,
         release=model.weights.drop_pages,
         make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
     )
-
-
-def layer_paging(spec: ModelSpec, layers: Sequence[LayerPlacement]) -> list[LayerPaging]:
-    """What memory needs to know of a placement: pages and resident parts of each layer."""
-    return [
-        LayerPaging(
-            page_bytes=placed.page_bytes,
-            resident_parts=_resident_parts(placed, layer),
-            group_pages=placed.group_pages,
-        )
-        for placed, layer in zip(layers, spec.layers, strict=True)
-    ]
-
-
-def _resident_parts(placed: LayerPlacement, layer: LayerSpec) -> frozenset[str]:
-    is_dense = isinstance(layer.ffn, DenseSpec)
-    parts = {"common" if is_dense else f"expert {n}" for n in range(placed.resident_experts)}
-    if placed.is_common_resident:
-        parts |= {"attention"} if is_dense else {"attention", "common"}
-    return frozenset(parts)
 
 
 def _load_kept(model: RankModel, device: Device) -> dict[str, Weight]:

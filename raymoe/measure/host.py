@@ -76,7 +76,7 @@ NARROW_MODEL = ModelSpec.from_config(
 )
 
 
-class NarrowSteps:
+class NarrowModel:
     """The shortest times of the steps of a narrow model.
 
     They are processor time of the thread that runs a step: it works or spins for all of the step,

@@ -5,7 +5,7 @@ import logging
 import time
 
 from raymoe.device.threads import probe_host
-from raymoe.measure.host import NarrowSteps
+from raymoe.measure.host import NarrowModel
 from raymoe.measure.others import CoreWatch
 from raymoe.measure.plausible import find_problems
 from raymoe.specs.hardware import HardwareSpec
@@ -32,7 +32,7 @@ def measure_quickly(num_threads: int | None = None) -> HardwareSpec:
         watch.begin()
         probes.append(probe_host(num_threads=num_threads, seconds=PROBE_S))
         num_cores = probes[-1].num_cores
-        steps = steps or NarrowSteps(num_cores)
+        steps = steps or NarrowModel(num_cores)
         if len(probes) <= NUM_PROBES:
             steps.run(STEPS_S)
         others = watch.read()

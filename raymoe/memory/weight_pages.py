@@ -22,34 +22,16 @@ from torch import Tensor
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.memory.arena import HostArena, aligned_bytes
+from raymoe.schedule.placement import LayerPlacement
+from raymoe.schedule.program import NUM_LAYER_SLOTS
 from raymoe.specs.layer_weights import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
+from raymoe.specs.layers import DenseSpec, LayerSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.units import ceil_div
 
 GetWeight = Callable[[str], Weight]
 Allocate = Callable[[int], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPaging:
-    """How the weights of one layer are streamed.
-
-    Attributes:
-        page_bytes: Bytes of each page, in order; together the layer's streamed parts.
-        resident_parts: Names of the parts (`layer_parts`) that stay on the device.
-        group_pages: The last pages, by group of experts; empty without groups.
-    """
-
-    page_bytes: tuple[int, ...]
-    resident_parts: frozenset[str]
-    group_pages: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def unit_bytes(self) -> tuple[int, ...]:
-        """Bytes of what is in no group, and of each group."""
-        groups = [sum(self.page_bytes[page] for page in pages) for pages in self.group_pages]
-        return (sum(self.page_bytes) - sum(groups), *groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +71,11 @@ class WeightPages:
         self,
         spec: ModelSpec,
         weights: GetWeight,
-        paging: Sequence[LayerPaging],
+        layers: Sequence[LayerPlacement],
         *,
         dtype: torch.dtype,
         allocate_on_device: Allocate,
-        num_slots: tuple[int, int],
+        ring_slots: int = 0,
         release: Callable[[list[str]], None] = lambda _names: None,
         make_arena: Callable[[int], HostArena] = HostArena,
     ) -> None:
@@ -103,27 +85,27 @@ class WeightPages:
             weights: Canonical name -> weight as it is stored.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
             allocate_on_device: Bytes -> uint8 tensor of device memory.
-            num_slots: Slots of whole layers, or of what is in no group of experts; and of a ring
-                for groups of experts, 0 if no layer has groups.
+            layers: What of each layer streams in which pages, and what stays on the device.
+            ring_slots: Slots for groups of experts; 0 if no layer has groups.
             release: Called with the names of a layer once it is copied.
             make_arena: Bytes -> arena of the host's copy.
         """
-        self._dtype, self._paging = dtype, tuple(paging)
-        layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(paging)]
+        self._dtype, self._layers = dtype, tuple(layers)
+        layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(layers)]
         self._weights = [weights for weights, _ in layouts]
         # Scales keep the type of the checkpoint.
-        self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in paging]
-        streamed = [sum(cut.page_bytes) for cut in paging]
+        self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in layers]
+        streamed = [sum(cut.page_bytes) for cut in layers]
         self._arena = make_arena(sum(map(aligned_bytes, streamed)))
         self._host = [self._arena.allocate(num_bytes) for num_bytes in streamed]
-        units = [cut.unit_bytes for cut in paging]
+        units = [cut.unit_bytes for cut in layers]
         self._unit_begins = [list(itertools.accumulate(each[:-1], initial=0)) for each in units]
         common_bytes = max((each[0] for each in units), default=0)
         group_bytes = max((num_bytes for each in units for num_bytes in each[1:]), default=0)
-        self._layer_slots, self._ring_slots = layer_slots, ring_slots = num_slots
+        self._ring_slots = ring_slots
         self._slots = [
             allocate_on_device(num_bytes)
-            for num_bytes in [common_bytes] * layer_slots + [group_bytes] * ring_slots
+            for num_bytes in [common_bytes] * NUM_LAYER_SLOTS + [group_bytes] * ring_slots
         ]
         self._resident = [allocate_on_device(num_bytes) for _, num_bytes in layouts]
         with torch_on_all_cores():  # new memory is zeroed by whoever writes first
@@ -156,12 +138,12 @@ class WeightPages:
         return tuple(self._weights[layer])
 
     def host_page(self, layer: int, page: int) -> Tensor:
-        page_bytes = self._paging[layer].page_bytes
+        page_bytes = self._layers[layer].page_bytes
         begin = sum(page_bytes[:page])
         return self._host[layer][begin : begin + page_bytes[page]]
 
     def slot_page(self, layer: int, page: int, slot: int) -> Tensor:
-        paging = self._paging[layer]
+        paging = self._layers[layer]
         begin = sum(paging.page_bytes[:page])
         begin -= self._unit_of(layer, begin)[1]
         return self._slots[slot][begin : begin + paging.page_bytes[page]]
@@ -175,10 +157,10 @@ class WeightPages:
         first, memory, begin = weight.places[0], self._resident[layer], 0
         if not first.is_resident:
             unit, begin = self._unit_of(layer, first.offset)
-            streamed_before = sum(bool(cut.page_bytes) for cut in self._paging[:layer])
-            slot = (first_slot + streamed_before) % self._layer_slots
+            streamed_before = sum(bool(cut.page_bytes) for cut in self._layers[:layer])
+            slot = (first_slot + streamed_before) % NUM_LAYER_SLOTS
             if unit:
-                slot = self._layer_slots + (unit - 1) % self._ring_slots
+                slot = NUM_LAYER_SLOTS + (unit - 1) % self._ring_slots
             memory = self._slots[slot]
         return self._assembled(layer, name, memory, begin)
 
@@ -213,13 +195,13 @@ class WeightPages:
 
 
 def _lay_out(
-    spec: ModelSpec, layer: int, cut: LayerPaging, plain_bytes: int
+    spec: ModelSpec, layer: int, cut: LayerPlacement, plain_bytes: int
 ) -> tuple[Weights, int]:
     """The places of a layer's weights, and the bytes of its resident parts."""
     weights: Weights = {}
-    offsets = {True: 0, False: 0}
+    offsets, resident_parts = {True: 0, False: 0}, _resident_parts(cut, spec.layers[layer])
     for part in layer_parts(spec.layers[layer], spec.hidden_size):
-        is_resident = part.name in cut.resident_parts
+        is_resident = part.name in resident_parts
         formats = {
             name: spec.format_of(layer_prefix(layer) + name, shape)
             for name, shape in part.shapes.items()
@@ -245,6 +227,15 @@ def _lay_out(
         "the pages of a layer do not hold what is streamed"
     )
     return weights, offsets[True]
+
+
+def _resident_parts(placed: LayerPlacement, layer: LayerSpec) -> frozenset[str]:
+    """Names of the parts (`layer_parts`) that stay on the device."""
+    is_dense = isinstance(layer.ffn, DenseSpec)
+    parts = {"common" if is_dense else f"expert {n}" for n in range(placed.resident_experts)}
+    if placed.is_common_resident:
+        parts |= {"attention"} if is_dense else {"attention", "common"}
+    return frozenset(parts)
 
 
 def _tensors_of(

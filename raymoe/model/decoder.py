@@ -89,7 +89,7 @@ class Posted(NamedTuple):
     routing: Routing | None
 
 
-class StagedStep(NamedTuple):
+class StagedRows(NamedTuple):
     """The sequences for which the device attends, as indices there; None where no layer needs it.
 
     Attributes:
@@ -262,7 +262,7 @@ class Decoder:
         device: torch.device,
         *,
         with_states: AttentionBatch | None,
-    ) -> StagedStep:
+    ) -> StagedRows:
         """Prepare a batch for `attend_staged`, once for all layers.
 
         Args:
@@ -270,7 +270,7 @@ class Decoder:
             with_states: Sequences whose states are on the device; None if states are on the host.
         """
         kv, states = self._staging_layers
-        return StagedStep(
+        return StagedRows(
             None if kv is None else kv.staged_batch(batch, layout, device),
             None
             if states is None or with_states is None
@@ -294,7 +294,7 @@ class Decoder:
         i: int,
         projected: Projected,
         staged: Tensor,
-        batch: StagedStep,
+        batch: StagedRows,
         *,
         out: Tensor | None = None,
     ) -> Tensor:

@@ -11,7 +11,7 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.elementwise import Routing
 from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.kv_cache import copy_states
-from raymoe.model.decoder import Decoder, Projected, StagedStep
+from raymoe.model.decoder import Decoder, Projected, StagedRows
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Bindings, Executor, Run
 from raymoe.runtime.micro_batches import whole_batch
@@ -33,7 +33,7 @@ class InPlaceState:
     positions_T: Tensor
     prompt_tokens_T: Tensor | None
     logit_rows_R: Tensor
-    attention: AttentionBatch | StagedStep
+    attention: AttentionBatch | StagedRows
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
@@ -90,7 +90,7 @@ class InPlace:
         if batch.state_copies:
             copy_states(self._cache, self._layouts, batch.state_copies)
         sequences = batch.sequences.to_tensors()
-        attention: AttentionBatch | StagedStep = sequences
+        attention: AttentionBatch | StagedRows = sequences
         if self._device.lanes:
             attention = decoder.staged_batch(sequences, self._layout, target, with_states=sequences)
         prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None

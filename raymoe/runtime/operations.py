@@ -18,7 +18,7 @@ from raymoe.kernels.paged_kv import CacheLayout, largest_layout
 from raymoe.memory.activations import DeviceActivations, HostActivations, LayerActivations
 from raymoe.memory.kv_cache import copy_states
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.model.decoder import Decoder, Posted, StagedStep
+from raymoe.model.decoder import Decoder, Posted, StagedRows
 from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings, OnDead
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
@@ -55,7 +55,7 @@ class StreamedState:
     logit_places_R: Tensor
     host: Sequence[AttentionBatch]
     device: Sequence[AttentionBatch]
-    staged: Sequence[StagedStep]
+    staged: Sequence[StagedRows]
     used: dict[Buffer, tuple[Tensor, ...]] = field(default_factory=dict)
     wanted_RH: Tensor | None = None
 

@@ -8,9 +8,9 @@ from raymoe.errors import ConfigError
 from raymoe.schedule.graph import Resource, Schedule
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import (
+    Cell,
     Load,
     Program,
-    Step,
     StepForm,
     group_loads,
     loads_of_first_layer,
@@ -67,14 +67,14 @@ def build_layer_by_layer(form: StepForm) -> Schedule:
         program.embed(micro_batch)
     for layer in range(form.num_layers):
         for micro_batch in range(form.num_micro_batches):
-            step = Step(layer, micro_batch)
+            step = Cell(layer, micro_batch)
             program.front(*step)
             if form.has_cpu_attention:
                 program.load_hidden(*step)
             program.post(*step)
             program.experts(layer, micro_batch, (micro_batch,))
         program.sync(layer, 0)
-        for load in loads.get(Step(layer, 0), ()):
+        for load in loads.get(Cell(layer, 0), ()):
             program.load_page(load)
         program.sync(layer, 1)
     program.head()
@@ -125,7 +125,7 @@ def build_flexgen_s4(form: StepForm) -> Schedule:
     return program.schedule()
 
 
-def _attend_s4(program: Program, form: StepForm, step: Step) -> None:
+def _attend_s4(program: Program, form: StepForm, step: Cell) -> None:
     program.pre(*step)
     if form.has_cpu_attention:
         program.store_qkv(*step)
@@ -134,14 +134,14 @@ def _attend_s4(program: Program, form: StepForm, step: Step) -> None:
     program.attend_on_device(*step)
 
 
-def _store_new_kv(program: Program, form: StepForm, step: Step) -> None:
+def _store_new_kv(program: Program, form: StepForm, step: Cell) -> None:
     if not form.has_cpu_attention:
         program.store_qkv(*step)
     if form.has_device_attention:
         program.append(*step)
 
 
-def _finish(program: Program, step: Step) -> None:
+def _finish(program: Program, step: Cell) -> None:
     program.post(*step)
     program.experts(step.layer, step.micro_batch, (step.micro_batch,))
     program.sync(*step)
@@ -234,7 +234,7 @@ class _MicroBatches:
                     self._compute_groups(step.layer, ahead)
             else:
                 self._end_launch(step)
-        for load in loads.get(Step(form.num_layers, 0), ()):
+        for load in loads.get(Cell(form.num_layers, 0), ()):
             program.load_page(load)
         program.head()
         return program.schedule()
@@ -246,7 +246,7 @@ class _MicroBatches:
             self._program.front(*step)
             self._num_fronts += 1
 
-    def _front_has_inputs(self, step: Step) -> bool:
+    def _front_has_inputs(self, step: Cell) -> bool:
         layer, micro_batch = step
         pages = self._form.layers[layer].attention_pages
         entered = (
@@ -255,7 +255,7 @@ class _MicroBatches:
         )
         return entered and self._program.holds(layer, pages)
 
-    def _end_launch(self, step: Step) -> None:
+    def _end_launch(self, step: Cell) -> None:
         layer, micro_batch = step
         launch, place = divmod(micro_batch, self._form.micro_batches_per_group)
         if (

@@ -88,6 +88,12 @@ class LayerPlacement:
         return self.group_pages[0][0] if self.group_pages else self.num_pages
 
     @property
+    def unit_bytes(self) -> tuple[int, ...]:
+        """Bytes that stream of what is in no group, and of each group."""
+        groups = [sum(self.page_bytes[page] for page in pages) for pages in self.group_pages]
+        return (sum(self.page_bytes) - sum(groups), *groups)
+
+    @property
     def num_device_groups(self) -> int:
         """Tasks of a launch in which the device computes experts."""
         return max(len(self.group_pages), self.host_experts.start > 0 or not self.host_experts)

@@ -11,7 +11,9 @@ from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.placement import LayerPlacement
 
 
-class Step(NamedTuple):
+class Cell(NamedTuple):
+    """A layer of a micro-batch."""
+
     layer: int
     micro_batch: int
 
@@ -77,9 +79,9 @@ class StepForm:
         )
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Cell, ...]:
         return tuple(
-            Step(layer, micro_batch)
+            Cell(layer, micro_batch)
             for layer in range(self.num_layers)
             for micro_batch in range(self.num_micro_batches)
         )
@@ -140,7 +142,7 @@ def loads_of_second_layer(form: StepForm) -> tuple[Load, ...]:
     return _common_loads(form, form.streamed[1], 1 - form.first_slot)
 
 
-def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load, ...]]:
+def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Cell, tuple[Load, ...]]:
     """The pages to issue with each micro-batch of each layer.
 
     While a streamed layer and the resident layers after it run, the other slot receives the next
@@ -151,7 +153,7 @@ def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
     first; `group_loads` of the others follow as groups are computed. What the next step needs of
     the ring is at layer `num_layers` if no layer is left in this one.
     """
-    plan: dict[Step, tuple[Load, ...]] = {}
+    plan: dict[Cell, tuple[Load, ...]] = {}
     streamed = form.streamed
     for place, layer in enumerate(streamed):
         is_last = place + 1 == len(streamed)
@@ -174,13 +176,13 @@ def plan_loads(form: StepForm, *, interleaves: bool) -> Mapping[Step, tuple[Load
 
 def _spread(
     form: StepForm,
-    plan: dict[Step, tuple[Load, ...]],
+    plan: dict[Cell, tuple[Load, ...]],
     layers: range,
     loads: tuple[Load, ...],
     *,
     interleaves: bool,
 ) -> None:
-    steps = [Step(layer, part) for layer in layers for part in range(form.num_micro_batches)]
+    steps = [Cell(layer, part) for layer in layers for part in range(form.num_micro_batches)]
     if not interleaves or layers.start == form.num_layers:
         plan[steps[0]] = loads
         return

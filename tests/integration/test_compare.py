@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from raymoe.cli import run
-from raymoe.cli.compare import Comparison, DecodeStep, compare_schedules
+from raymoe.cli.compare import Comparison, DecodeBatch, compare_schedules
 from raymoe.errors import ConfigError
 from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource
@@ -93,7 +93,7 @@ def test_the_model_that_sets_the_pace_has_enough_layers(tmp_path: Path) -> None:
                 model,
                 hardware_preset("t4"),
                 ["cgopipe"],
-                DecodeStep(),
+                DecodeBatch(),
                 costs_of=model_preset("mixtral-8x7b"),
             )
         )
@@ -112,7 +112,7 @@ def test_what_is_predicted_happens(mixtral_stand_in: Path, hardware: str, tmp_pa
             mixtral_stand_in,
             hardware_preset(hardware),
             list(STREAMING_BUILDERS),
-            DecodeStep(),
+            DecodeBatch(),
             costs_of=model_preset("mixtral-8x7b"),
             time_scale=2.0,  # the shortest tasks take the interpreter longer than a GPU
         )

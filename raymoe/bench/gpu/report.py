@@ -24,7 +24,7 @@ from raymoe.units import GB, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyStep:
+class SteadyDecode:
     load: StepLoad
     measured: Timeline
 
@@ -36,7 +36,7 @@ class RunRecorder:
     runner: Runner
     num_steps: int = 0
     # The last among the decoding steps with the most rows.
-    steady: SteadyStep | None = field(default=None)
+    steady: SteadyDecode | None = field(default=None)
     # Around the next decoding step; then None.
     profile: AbstractContextManager[object] | None = None
 
@@ -69,7 +69,7 @@ class RunRecorder:
         if StepKind.of(shape) is StepKind.DECODE and shape.tokens >= maximum:
             context = shape.host.context_tokens / shape.tokens
             load = StepLoad(decode_rows=shape.tokens, decode_context=context)
-            self.steady = SteadyStep(load, self.last_timeline)
+            self.steady = SteadyDecode(load, self.last_timeline)
 
 
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 250, 48
@@ -86,7 +86,7 @@ def timeline_files(settings: PartSettings) -> tuple[str, str]:
     return f"{settings.file_name}.svg", f"{settings.file_name}.json"
 
 
-def draw_steady_step(plan: Plan, steady: SteadyStep, settings: PartSettings, out: Path) -> None:
+def draw_steady_step(plan: Plan, steady: SteadyDecode, settings: PartSettings, out: Path) -> None:
     timelines = [
         Timeline("predicted", plan.steps.timeline(steady.load).spans),
         Timeline("measured", steady.measured.spans),

@@ -119,7 +119,7 @@ class GenPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _RowTokens:
     """Per row: tokens of the step, attended pairs and tokens held in the cache."""
 
     tokens: int
@@ -151,7 +151,7 @@ class GenSearch:
         if cpu_attention_fraction is not None:
             fractions = (cpu_attention_fraction,)
         context = self.workload.prompt_tokens + self.workload.generated_tokens / 2
-        work = _Step(tokens=1, pairs=context, kv_tokens=context, is_decode=True)
+        work = _RowTokens(tokens=1, pairs=context, kv_tokens=context, is_decode=True)
         batch = min(self.workload.num_rows, self.host_rows)
         return self._best(work, ((batch, fraction) for fraction in fractions))
 
@@ -163,7 +163,7 @@ class GenSearch:
         Source: MoE-Gen, section 4.3, P-D disaggregation. Raises as `decode` does.
         """
         prompt = self.workload.prompt_tokens
-        work = _Step(
+        work = _RowTokens(
             tokens=prompt, pairs=prompt * (prompt + 1) / 2, kv_tokens=prompt, is_decode=False
         )
         rows = min(self.workload.num_rows, self.host_rows)
@@ -183,7 +183,7 @@ class GenSearch:
             )
         return int(spare / row_bytes)
 
-    def _best(self, work: _Step, batches: Iterable[tuple[int, float]]) -> GenPlan:
+    def _best(self, work: _RowTokens, batches: Iterable[tuple[int, float]]) -> GenPlan:
         plans = (
             self._plan(work, policy)
             for batch, fraction in batches
@@ -209,7 +209,7 @@ class GenSearch:
             expert_slots=1,
         )
 
-    def _policies(self, work: _Step, batch: int, fraction: float) -> Iterator[GenPolicy]:
+    def _policies(self, work: _RowTokens, batch: int, fraction: float) -> Iterator[GenPolicy]:
         on_device = batch - round(batch * fraction)
         tokens = batch * work.tokens * self.model.top_k / self.model.num_experts
         for attention_batch in _halving(max(1, on_device)):
@@ -228,7 +228,7 @@ class GenSearch:
             if not on_device:
                 return
 
-    def _device_bytes(self, work: _Step, policy: GenPolicy) -> float:
+    def _device_bytes(self, work: _RowTokens, policy: GenPolicy) -> float:
         """Device memory apart from resident weights (MoE-Gen, section 4.3, equation 3)."""
         model = self.model
         kv_tokens = self.workload.context_tokens if work.is_decode else work.tokens
@@ -245,7 +245,7 @@ class GenSearch:
             + BYTES_PER_ELEMENT * (rows + attention + experts)
         )
 
-    def _plan(self, work: _Step, policy: GenPolicy) -> GenPlan:
+    def _plan(self, work: _RowTokens, policy: GenPolicy) -> GenPlan:
         step_s = critical_path_s(
             self._times(work, policy),
             num_layers=self.model.num_layers,
@@ -255,7 +255,7 @@ class GenSearch:
         tokens = policy.batch_size * work.tokens
         return GenPlan(policy=policy, step_s=step_s, tokens_per_s=tokens / step_s)
 
-    def _times(self, work: _Step, policy: GenPolicy) -> ModuleTimes:
+    def _times(self, work: _RowTokens, policy: GenPolicy) -> ModuleTimes:
         model, levels = self.model, Hierarchy.of(self.hardware)
         streamed = (1 - policy.resident_fraction) / levels.link_bytes_per_s
         tokens = policy.batch_size * work.tokens

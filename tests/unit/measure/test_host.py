@@ -12,7 +12,7 @@ from raymoe.measure.host import (
     NARROW_MODEL,
     STEPS,
     TOKENS,
-    NarrowSteps,
+    NarrowModel,
     step_jobs,
     step_shape,
     task_overhead,
@@ -45,7 +45,7 @@ def test_a_node_without_a_profile_has_the_overhead_of_a_narrow_model() -> None:
     steps = [predicted_s(node, step_shape(*each), NARROW_MODEL) for each in STEPS]
     assert steps == pytest.approx(taken)
     num_threads = torch.get_num_threads()
-    narrow = NarrowSteps(2)
+    narrow = NarrowModel(2)
     narrow.run(0.0)
     assert [size for size, _ in narrow.overhead(bare).points] == list(TOKENS)
     assert torch.get_num_threads() == num_threads

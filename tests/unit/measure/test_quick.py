@@ -27,7 +27,7 @@ class Machine:
     num_pauses: int = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "Machine":
-        for name, value in {"probe_host": self._probe, "NarrowSteps": lambda _: self,
+        for name, value in {"probe_host": self._probe, "NarrowModel": lambda _: self,
                             "CoreWatch": lambda: self}.items():  # fmt: skip
             monkeypatch.setattr(quick, name, value)
         monkeypatch.setattr(quick.time, "sleep", self._sleep)

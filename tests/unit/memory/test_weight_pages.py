@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.engine.rank_model import layer_paging
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.placement import layer_sizes
-from raymoe.schedule.program import NUM_LAYER_SLOTS
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
@@ -45,10 +43,10 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
     pages = WeightPages(
         spec,
         store,
-        layer_paging(spec, cut.layers),
+        cut.layers,
         dtype=torch.float32,
         allocate_on_device=allocate,
-        num_slots=(NUM_LAYER_SLOTS, cut.ring_slots),
+        ring_slots=cut.ring_slots,
     )
     assert pages.host_memory.nbytes >= cut.streamed_bytes
     slot = 1
@@ -83,10 +81,9 @@ def test_a_page_that_is_not_loaded_is_nan() -> None:
     pages = WeightPages(
         spec,
         store,
-        layer_paging(spec, cut.layers),
+        cut.layers,
         dtype=torch.float32,
         allocate_on_device=allocate,
-        num_slots=(NUM_LAYER_SLOTS, 0),
     )
     pages.slot_page(0, 0, 0).copy_(pages.host_page(0, 0))
     norm = pages.device_weight(0, "input_layernorm.weight", first_slot=0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.torch_attention import PagedBatch
-from raymoe.model.decoder import Decoder, StagedStep, cache_layouts
+from raymoe.model.decoder import Decoder, StagedRows, cache_layouts
 from raymoe.model.loading import PagedLoader
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
 from raymoe.specs.model import DenseSpec, ModelSpec, RecurrentSpec
@@ -81,7 +81,7 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     layouts = cache_layouts(spec, torch.float32)
     with_kv = [layout for layout in layouts if not layout.sequence_bytes]
     kv = to_device(PagedBatch.of(BATCH, with_kv[0], torch.device("cpu")))
-    batch = StagedStep(kv, StateBatch.of(BATCH, DEVICE))
+    batch = StagedRows(kv, StateBatch.of(BATCH, DEVICE))
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
