@@ -165,15 +165,6 @@ def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario
     check(family, schedule, scenario, DEVICES["pages"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", PAPERS)
-@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
-def test_every_configuration_under_the_schedules_of_the_papers(name: str, schedule: str) -> None:
-    check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
-    check_configuration(name, schedule, "long prompt", DEVICES["resident share"])
-    check_configuration(name, schedule, "mixed lengths", DEVICES["ring"])
-
-
 def test_latent_attention_is_divided_between_host_and_device() -> None:
     name = "deepseek_v3: narrow latent, pairs apart, no dense layer"  # prompts in both forms
     for schedule in PAPERS:
