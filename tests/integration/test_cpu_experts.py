@@ -1,5 +1,6 @@
 """Experts divided between device and cores step by step: tokens of the device `cpu`, float32."""
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -116,8 +117,10 @@ def test_a_schedule_that_computes_all_experts_on_the_device_is_refused() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    list(zip((each.name for each in CONFIGURATIONS), itertools.cycle(SCHEDULES), strict=False)),
+)
 def test_every_configuration_with_random_splits(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

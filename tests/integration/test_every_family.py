@@ -3,6 +3,8 @@
 Steps divide the experts between device and cores at random: none, a share, or all on the cores.
 """
 
+import itertools
+
 import pytest
 
 from raymoe.config import EngineConfig
@@ -75,7 +77,9 @@ def test_the_plain_model_of_families_that_test_schedules_has_not(configuration) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    list(zip((each.name for each in CONFIGURATIONS), itertools.cycle(SCHEDULES), strict=False)),
+)
 def test_24_prompts_of_every_configuration(name: str, schedule: str) -> None:
     check(name, schedule, None, MAX_NEW_TOKENS)

@@ -8,6 +8,7 @@ import pytest
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
+from tests.kinds import covering
 from tests.tiny import make_checkpoint
 
 LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0.0}
@@ -34,8 +35,7 @@ def interrupt_once_several_run(engine):
     return thread
 
 
-@pytest.mark.parametrize("num_rows", [20, 4000])  # more than fit: the call still submits
-@pytest.mark.parametrize("task", ["generate", "score"])
+@covering(num_rows=[20, 4000], task=["score", "generate"])  # more than fit: the call still submits
 def test_the_rows_of_an_interrupted_call_are_dropped(engine, task, num_rows):
     expected = engine.generate(["a", "b"], SHORT)
     (other,) = engine.submit(["c"], LONG)  # of another call

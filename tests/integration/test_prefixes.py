@@ -9,6 +9,7 @@ from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import DevicePolicy, Policy
+from tests.kinds import covering
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.oracle import Reference, make_model, make_reference
@@ -26,8 +27,7 @@ LONGROPE = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("rope", [None, LONGROPE], ids=["plain", "by length"])
+@covering(device=["cpu", "emulated"], rope={"by length": LONGROPE, "plain": None})
 def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
     changes = {} if rope is None else {"rope_parameters": rope}
     model = make_checkpoint(tmp_path / "model", **changes)

@@ -16,6 +16,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Task
 from raymoe.specs.workload import Workload
+from tests.kinds import covering
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 
@@ -115,8 +116,7 @@ def check_configuration(
         assert engine.last_timeline.name == schedule
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("schedule", STREAMING_BUILDERS)
+@covering(schedule=STREAMING_BUILDERS.keys(), scenario=SCENARIOS.keys())
 def test_a_schedule_gives_the_tokens_of_the_cpu(schedule: str, scenario: str) -> None:
     check("mixtral", schedule, scenario, DEVICES["pages"])
 
@@ -163,15 +163,6 @@ def test_the_link_begins_the_next_step_while_the_host_prepares_it(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario: str) -> None:
     check(family, schedule, scenario, DEVICES["pages"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", PAPERS)
-@pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
-def test_every_configuration_under_the_schedules_of_the_papers(name: str, schedule: str) -> None:
-    check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
-    check_configuration(name, schedule, "long prompt", DEVICES["resident share"])
-    check_configuration(name, schedule, "mixed lengths", DEVICES["ring"])
 
 
 def test_latent_attention_is_divided_between_host_and_device() -> None:
@@ -256,7 +247,16 @@ def test_a_schedule_of_another_device_is_refused_with_those_that_fit() -> None:
         make_engine(name, {}, device="emulated", schedule="in_place")
 
 
-@pytest.mark.parametrize("name", [*map(plain_configuration, FAMILIES), *WITH_STATES])
+RESIDENT = {*map(plain_configuration, ("mixtral", "deepseek_v3")), WITH_STATES[0]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in RESIDENT else pytest.mark.slow)
+        for name in (*map(plain_configuration, FAMILIES), *WITH_STATES)
+    ],
+)
 def test_a_model_that_fits_on_the_device_is_resident_with_the_same_tokens(name: str) -> None:
     config = EngineConfig(dtype="float32", device="emulated", hardware="l4", linger_s=0.0)
     with Engine.from_pretrained(get_case(name).directory, config) as engine:

@@ -14,6 +14,7 @@ from raymoe.kernels.cpu_attention import (
     append_reference,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
+from tests.kinds import covering
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -29,30 +30,26 @@ def assert_accurate(case: Case, window: int | None = None) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
+@covering(dtypes=DTYPES, sequences=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case(sequences, (4, 2, 64), dtypes))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@covering(dtypes=DTYPES, heads=HEADS)
 def test_equals_the_reference_for_every_shape_of_heads(
     heads: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case([(70, 1), (50, 18)], heads, dtypes))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 100, 1000])
+@covering(dtypes=DTYPES, window=[1, 2, 31, 32, 33, 100, 1000])
 def test_a_token_sees_only_its_window(window: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     assert_accurate(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), dtypes), window)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@covering(dtypes=DTYPES, heads=HEADS)
 def test_sinks_take_their_part_of_the_softmax(
     heads: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -158,8 +155,7 @@ def test_neither_the_batch_nor_the_threads_change_a_bit(
         assert torch.equal(alone, results[0][begin:end])
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 20])
+@covering(dtypes=DTYPES, window=[None, 20])
 def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
     dtypes: tuple[torch.dtype, torch.dtype], window: int | None
 ) -> None:
@@ -185,8 +181,7 @@ def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
             assert torch.equal(got, want[begin:end])
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@covering(dtypes=DTYPES, name=[*STEPS])
 def test_append_alone_leaves_the_same_cache(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

@@ -8,6 +8,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases, Clamp, PackedExperts, PlainExperts, gated_product
+from tests.kinds import covering
 from tests.native.test_cpu_experts import SHAPES, Case, allocate, assert_close_as_torch, make_case
 
 CLAMP = Clamp(gain=1.702, limit=0.8, gate_limit=0.7, offset=0.5)  # cuts a third of the gates
@@ -32,9 +33,7 @@ def plain(case: Case, biases: list[Biases] | None, clamp: Clamp | None, dtype: t
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("clamp", [None, CLAMP])
-@pytest.mark.parametrize("has_bias", [False, True])
+@covering(shape=SHAPES, clamp=[None, CLAMP], has_bias=[False, True])
 def test_error_of_the_kernel_is_at_most_twice_that_of_torch(
     has_bias: bool, clamp: Clamp | None, shape: Shape
 ) -> None:

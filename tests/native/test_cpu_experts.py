@@ -22,6 +22,7 @@ from raymoe.kernels.cpu_experts import (
     make_gated_ffn,
     packed_experts_bytes,
 )
+from tests.kinds import covering
 
 # Tokens, hidden, expert size, experts, experts per token.
 SHAPES = [
@@ -198,8 +199,7 @@ def test_large_gates_saturate_instead_of_overflowing() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("activation", SIGMOID_GATES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(activation=[*SIGMOID_GATES], shape=SHAPES)
 def test_gated_ffn_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int, int, int], activation: str
 ) -> None:

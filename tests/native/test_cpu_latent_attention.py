@@ -17,6 +17,7 @@ from raymoe.kernels.cpu_attention import (
     append_latent_reference,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, LatentLayout
+from tests.kinds import covering
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, STEPS
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -100,16 +101,14 @@ def assert_accurate(case: Case) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
+@covering(dtypes=DTYPES, sequences=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case(sequences, (5, 48, 16), dtypes))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@covering(dtypes=DTYPES, heads=HEADS)
 def test_equals_the_reference_for_every_shape_of_heads(
     heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -132,8 +131,7 @@ def test_an_empty_pass_gives_nothing() -> None:
         assert Case(sequences, (4, 16, 8), (BF16, BF16)).run().shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@covering(dtypes=DTYPES, name=[*STEPS])
 def test_rows_land_in_their_places_and_nowhere_else(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -184,8 +182,7 @@ def test_neither_the_batch_nor_the_threads_change_a_bit(
         assert torch.equal(got, results[0][begin:end])
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("num_heads", [6, 40])
+@covering(dtypes=DTYPES, num_heads=[6, 40])
 def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
     num_heads: int, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

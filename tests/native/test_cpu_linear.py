@@ -14,6 +14,7 @@ from raymoe.kernels.cpu_linear import (
     packed_linear_bytes,
     packed_linear_is_used,
 )
+from tests.kinds import covering
 
 # Rows, inputs, outputs: none, one, tails of every kind, several tiles, several blocks of inputs.
 SHAPES = [
@@ -55,8 +56,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(has_bias=[False, True], shape=SHAPES)
 def test_error_is_at_most_twice_that_of_torch(shape: tuple[int, int, int], has_bias: bool) -> None:
     rows, inputs, outputs = shape
     x, weight = random(rows, inputs, seed=0), random(outputs, inputs, seed=1)
@@ -70,8 +70,7 @@ def test_error_is_at_most_twice_that_of_torch(shape: tuple[int, int, int], has_b
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(has_bias=[False, True], shape=SHAPES)
 def test_sums_may_stay_in_float32(shape: tuple[int, int, int], has_bias: bool) -> None:
     rows, inputs, outputs = shape
     x, weight = random(rows, inputs, seed=0), random(outputs, inputs, seed=1)

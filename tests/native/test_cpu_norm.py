@@ -11,6 +11,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 from raymoe import _native
 from raymoe.kernels.elementwise import FLOAT_DTYPES, add_rms_norm_, rms_norm, rms_norm_reference
+from tests.kinds import covering
 
 SHAPES = [(0, 8), (1, 1), (3, 7), (2, 64), (5, 129), (33, 1000), (40, 1024)]
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -32,8 +33,7 @@ def assert_equal_but_for_the_order_of_sums(got: Tensor, want: Tensor) -> None:
         assert (got != want).sum() <= max(1, got.numel() // 200)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES)
 def test_norm_equals_the_module_of_hugging_face(shape: tuple[int, int], dtype: torch.dtype) -> None:
     hidden = random(*shape, dtype=dtype)
     for module_type, offset in (
@@ -51,8 +51,7 @@ def test_norm_equals_the_module_of_hugging_face(shape: tuple[int, int], dtype: t
         assert_equal_but_for_the_order_of_sums(got, want)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES)
 def test_residual_is_added_in_place_and_rounded(shape: tuple[int, int], dtype: torch.dtype) -> None:
     residual, delta = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(shape[1], dtype=dtype, seed=2)

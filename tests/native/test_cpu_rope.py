@@ -19,6 +19,7 @@ from raymoe.kernels.elementwise import (
     qkv_rope,
     qkv_rope_reference,
 )
+from tests.kinds import covering
 
 NUM_POSITIONS = 50
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -52,15 +53,16 @@ def assert_same(got: Projected, want: Projected, *, exact: bool) -> None:
                 assert (mine != theirs).sum() <= max(2, mine.numel() // 100)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "half"),
-    [(4, 2, 64, 32), (1, 1, 8, 4), (6, 3, 24, 12), (2, 2, 80, 16), (2, 1, 128, 0), (3, 1, 40, 20)],
-)
-@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+# Heads, KV heads, dimensions, rotated pairs.
+SIZES = [(4, 2, 64, 32), (1, 1, 8, 4), (6, 3, 24, 12), (2, 2, 80, 16), (2, 1, 128, 0)]
+SIZES += [(3, 1, 40, 20)]
+
+
+@covering(dtype=FLOAT_DTYPES, sizes=SIZES, num_tokens=[0, 1, 37])
 def test_rotation_is_bit_equal_to_hugging_face(
-    num_tokens: int, heads: int, kv_heads: int, dim: int, half: int, dtype: torch.dtype
+    num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
+    heads, kv_heads, dim, half = sizes
     qkv = random(num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = tables(half)
     got = qkv_rope(
@@ -78,9 +80,7 @@ def test_rotation_is_bit_equal_to_hugging_face(
     assert_same(got, want, exact=True)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("clip", [math.inf, 0.75])
-@pytest.mark.parametrize("full", [False, True], ids=["head", "full"])
+@covering(dtype=FLOAT_DTYPES, clip=[math.inf, 0.75], full=[False, True])
 def test_norm_then_clip_then_rotation_as_in_olmoe_and_qwen3(
     full: bool, clip: float, dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.elementwise import FLOAT_DTYPES, add_gated_, route, route_reference
+from tests.kinds import covering
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -22,15 +23,15 @@ def distinct_logits(num_tokens: int, num_experts: int, dtype: torch.dtype) -> Te
     return levels[order].to(dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"),
-    [(0, 8, 2), (1, 1, 1), (5, 8, 2), (50, 64, 8), (33, 60, 4), (9, 3, 3), (7, 130, 6)],
-)
-@pytest.mark.parametrize("renormalize", [True, False])
+# Tokens, experts, experts of a token.
+SIZES = [(0, 8, 2), (1, 1, 1), (5, 8, 2), (50, 64, 8), (33, 60, 4), (9, 3, 3), (7, 130, 6)]
+
+
+@covering(dtype=FLOAT_DTYPES, sizes=SIZES, renormalize=[True, False])
 def test_routing_equals_the_routers_of_hugging_face(
-    num_tokens: int, num_experts: int, top_k: int, renormalize: bool, dtype: torch.dtype
+    sizes: tuple[int, int, int], renormalize: bool, dtype: torch.dtype
 ) -> None:
+    num_tokens, num_experts, top_k = sizes
     logits = distinct_logits(num_tokens, num_experts, dtype)
     config = SimpleNamespace(
         num_experts_per_tok=top_k,

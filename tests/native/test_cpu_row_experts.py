@@ -15,6 +15,7 @@ from raymoe.kernels.cpu_experts import (
     PlainExperts,
     RowMajorExperts,
 )
+from tests.kinds import covering
 from tests.native.test_cpu_expert_biases import CLAMP, random_biases
 from tests.native.test_cpu_experts import BLOCKS, SHAPES, Case, make_case, threads
 
@@ -89,8 +90,7 @@ def check(case: Case, options: Options = Options()) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, BLOCKS])
+@covering(dtype=DTYPES, shape=[*SHAPES, BLOCKS])
 def test_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:

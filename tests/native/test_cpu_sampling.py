@@ -19,6 +19,7 @@ from raymoe.kernels.elementwise import (
     topk_logprobs,
     topk_logprobs_reference,
 )
+from tests.kinds import covering
 
 SHAPES = [(0, 5), (1, 1), (5, 3), (9, 64), (7, 65), (3, 513), (6, 1000), (2, 32000)]
 INFINITY = float("inf")
@@ -56,8 +57,7 @@ def test_philox_gives_the_known_answers_of_its_authors(
     assert " ".join(f"{int(word):08x}" for word in words) == want
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES)
 def test_samples_equal_the_float64_reference(
     isa: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -152,8 +152,7 @@ def test_samples_follow_softmax(isa: str, factor: float) -> None:
     assert statistic < 20.5  # chi-square with 5 degrees of freedom exceeds it once in 1000
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES)
 def test_argmax_is_the_first_maximum(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = random_logits(*shape, dtype)
     assert torch.equal(argmax(logits), argmax_reference(logits))
@@ -184,8 +183,7 @@ def test_huge_logits_win_and_tiny_differences_do_not_decide(isa: str) -> None:
     assert gumbel_argmax(logits, random_keys(1)).item() == 200
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES)
 def test_log_sum_exp_equals_torch(isa: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = random_logits(*shape, dtype)
     torch.testing.assert_close(
@@ -193,9 +191,7 @@ def test_log_sum_exp_equals_torch(isa: str, shape: tuple[int, int], dtype: torch
     )
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("k", [1, 5, 20])
+@covering(dtype=FLOAT_DTYPES, shape=SHAPES, k=[1, 5, 20])
 def test_top_log_probabilities_equal_the_reference(
     isa: str, k: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.state import causal_conv, scan
+from tests.kinds import covering
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -146,8 +147,7 @@ class ConvCase:
         assert torch.equal(got_states.nan_to_num(77), want_states.nan_to_num(77))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
+@covering(dtype=DTYPES, sequences=STEPS)
 def test_a_convolution_equals_the_reference(
     sequences: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
@@ -306,17 +306,14 @@ class ScanCase:
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
+@covering(kind=[*KINDS], dtype=DTYPES, sequences=STEPS)
 def test_a_scan_equals_the_reference_for_every_shape_of_step(
     sequences: list[tuple[int, int]], dtype: torch.dtype, kind: str
 ) -> None:
     ScanCase.random(sequences, (1, 2, 32, 64), kind, dtype).assert_accurate()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@covering(kind=[*KINDS], heads=HEADS)
 def test_a_scan_equals_the_reference_for_every_shape_of_heads(
     heads: tuple[int, int, int, int], kind: str
 ) -> None:
@@ -373,8 +370,7 @@ def assert_rounds_float32(case: ScanCase) -> Tensor:
     return narrow
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering(kind=[*KINDS], dtype=DTYPES)
 def test_states_of_bfloat16_round_those_of_float32_at_the_end_of_a_step(
     dtype: torch.dtype, kind: str
 ) -> None:

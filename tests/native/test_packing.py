@@ -20,6 +20,7 @@ from raymoe.specs.weight_format import (
     PackedInt4,
     WeightFormat,
 )
+from tests.kinds import covering
 from tests.native.test_cpu_experts import allocate
 from tests.quantisers import Quantised, quantise
 
@@ -60,8 +61,7 @@ def multiply(packing: Packing, memory: Tensor, x: Tensor, outputs: int) -> Tenso
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stored", FORMATS, ids=str)
+@covering(shape=SHAPES, stored=FORMATS)
 def test_products_are_those_of_the_decoded_matrix(
     stored: WeightFormat, shape: tuple[int, int]
 ) -> None:

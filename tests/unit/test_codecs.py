@@ -8,6 +8,8 @@ from compressed_tensors.compressors.naive_quantized.base import FloatQuantizatio
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -26,7 +28,8 @@ from raymoe.specs.weight_format import (
 )
 from tests.quantisers import AWQ_ORDER, E2M1, Quantised, quantise
 
-SEEDS = range(6)
+NUM_SIZES = 6
+random_seeds = given(seed=st.integers(0, 2**16))
 SCALE_BYTES = {"U8": (255, torch.uint8), "F8_E4M3": (127, torch.float8_e4m3fn)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [
@@ -56,9 +59,16 @@ def has_order(stored: WeightFormat) -> bool:
 def random_matrix(seed: int) -> torch.Tensor:
     """Rows and columns that every format takes; values of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = 8 * (1 + 7 * seed), 32 * (1 + 3 * seed)
+    size = seed % NUM_SIZES
+    rows, columns = 8 * (1 + 7 * size), 32 * (1 + 3 * size)
     weight = torch.randn(rows, columns, generator=generator)
     return weight * torch.exp(2 * torch.randn(rows, 1, generator=generator))
+
+
+def few_rows(seed: int) -> tuple[int, int]:
+    """Rows, and columns in whole groups."""
+    size = seed % NUM_SIZES
+    return 8 + size, 64 * (size + 1)
 
 
 def make(stored: WeightFormat, seed: int, scale_dtype: torch.dtype = torch.float16) -> Quantised:
@@ -93,7 +103,8 @@ def scrambled(stored: WeightFormat, rows: int, columns: int, seed: int) -> Store
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 @pytest.mark.parametrize("stored", FORMATS, ids=str)
 def test_decoded_is_what_was_stored(stored: WeightFormat, seed: int) -> None:
     """To float32 rounded twice at most where a scale has 24 bits, else once."""
@@ -103,7 +114,8 @@ def test_decoded_is_what_was_stored(stored: WeightFormat, seed: int) -> None:
         assert torch.equal(as_tensor(quantised.matrix, dtype), expected)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_fp8_blocks_are_those_of_transformers(seed: int) -> None:
     quantised = make(Fp8Block(), seed)
     matrix, scales = quantised.matrix, quantised.tensors[".weight_scale_inv"]
@@ -132,7 +144,8 @@ def test_every_fp8_code_has_its_value() -> None:
     assert as_tensor(matrix, torch.float32)[0].isnan().sum() == 2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_fp8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
     quantised = make(Fp8Channel(), seed, scale_dtype)
@@ -145,7 +158,8 @@ def test_fp8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, 
     assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_fp8_blocks_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
     quantised = make(Fp8Block(scales_suffix=".weight_scale"), seed, scale_dtype)
@@ -160,7 +174,8 @@ def test_fp8_blocks_are_those_of_compressed_tensors(scale_dtype: torch.dtype, se
     assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 @pytest.mark.parametrize(
     "stored",
     [PackedInt4(32), PackedInt4(0), PackedInt4(16, has_zero_points=True)],
@@ -185,18 +200,20 @@ def decompressed(compressor, state: dict, arguments: QuantizationArgs) -> torch.
     return compressor.decompress(state, scheme)["weight"]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_mxfp4_is_that_of_transformers(seed: int) -> None:
-    matrix = scrambled(Mxfp4(), 8 + seed, 64 * (seed + 1), seed)
+    matrix = scrambled(Mxfp4(), *few_rows(seed), seed)
     blocks, scales = matrix.pieces["codes"], matrix.pieces["scales"]
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].t()
         assert torch.equal(as_tensor(matrix, dtype), theirs)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_mxfp8_is_that_of_compressed_tensors_and_transformers(seed: int) -> None:
-    matrix = scrambled(Mxfp8(), 8 + seed, 64 * (seed + 1), seed)
+    matrix = scrambled(Mxfp8(), *few_rows(seed), seed)
     codes, scales = matrix.pieces["codes"], matrix.pieces["scales"]
     arguments = QuantizationArgs(
         num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
@@ -211,9 +228,10 @@ def test_mxfp8_is_that_of_compressed_tensors_and_transformers(seed: int) -> None
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_nvfp4_is_that_of_compressed_tensors(seed: int) -> None:
-    matrix = scrambled(Nvfp4(is_divided=True), 8 + seed, 64 * (seed + 1), seed)
+    matrix = scrambled(Nvfp4(is_divided=True), *few_rows(seed), seed)
     pieces = matrix.pieces
     arguments = QuantizationArgs(
         num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
@@ -227,10 +245,11 @@ def test_nvfp4_is_that_of_compressed_tensors(seed: int) -> None:
     assert torch.equal(as_tensor(matrix, theirs.dtype), theirs)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_nvfp4_of_modelopt_multiplies_both_scales_first(seed: int) -> None:
     """`NVFP4QTensor.dequantize` of modelopt 0.47: number * (block scale * scale of the matrix)."""
-    matrix = scrambled(Nvfp4(), 8 + seed, 64 * (seed + 1), seed)
+    matrix = scrambled(Nvfp4(), *few_rows(seed), seed)
     codes, scales = matrix.pieces["codes"].numpy(), matrix.pieces["scales"].float().numpy()
     exact = np.zeros(matrix.shape, np.float32)
     for (o, byte), pair in np.ndenumerate(codes):
@@ -240,10 +259,11 @@ def test_nvfp4_of_modelopt_multiplies_both_scales_first(seed: int) -> None:
     assert np.array_equal(as_tensor(matrix, torch.float32).numpy(), exact)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_gptq_is_unpacked_as_it_is_packed(seed: int) -> None:
     """GPTQModel 7.7: words of zero points count up by one, then nibbles; (code - zero) * scale."""
-    matrix = scrambled(Gptq(32), 8 * (seed + 1), 64, seed)
+    matrix = scrambled(Gptq(32), 8 * (seed % NUM_SIZES + 1), 64, seed)
     qweight, scales, qzeros, order = (
         matrix.pieces[name].numpy() for name in ("codes", "scales", "zeros", "order")
     )
@@ -258,10 +278,11 @@ def test_gptq_is_unpacked_as_it_is_packed(seed: int) -> None:
     assert np.array_equal(as_tensor(matrix, torch.float32).numpy(), exact)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=8)
+@random_seeds
 def test_awq_is_unpacked_as_it_is_packed(seed: int) -> None:
     """AutoAWQ 0.2.9: nibble n of a word is output AWQ_ORDER[n] of eight."""
-    matrix = scrambled(Awq(32), 8 * (seed + 1), 64, seed)
+    matrix = scrambled(Awq(32), 8 * (seed % NUM_SIZES + 1), 64, seed)
     qweight, scales, qzeros = (matrix.pieces[name].numpy() for name in ("codes", "scales", "zeros"))
     exact = np.zeros(matrix.shape, np.float32)
     for o in range(matrix.shape[0]):

@@ -148,16 +148,17 @@ def test_chat_template_ends_with_the_prompt() -> None:
         assert tokens == tokenizer.encode("date: 1 May 2020 ->")
 
 
-def test_demo_model_answers_rows_it_has_not_seen() -> None:
+@pytest.mark.parametrize("num_rows", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_demo_model_answers_rows_it_has_not_seen(num_rows: int) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model_path())
     model = transformers.AutoModelForCausalLM.from_pretrained(
         demo_model_path(), dtype=torch.bfloat16
     )
-    rows = list(make_rows(100, seed=5, held_out=True))
+    rows = list(make_rows(num_rows, seed=5, held_out=True))
     inputs = tokenizer([row.prompt for row in rows], return_tensors="pt", padding=True)
     tokens = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     num_right = sum(row.answer == answer for row, answer in zip(rows, answers, strict=True))
-    assert num_right >= 95
+    assert num_right >= 0.95 * num_rows

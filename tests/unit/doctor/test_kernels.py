@@ -9,8 +9,10 @@ from raymoe.doctor.kernels import BFLOAT16, BOUNDS, CPU, FLOAT16, FLOAT32, FORMA
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.kernels.gpu_experts_layout import Compute, ExpertMatrices, TileTable
 from raymoe.kernels.gpu_state import scan
+from tests.kinds import covering
 from tests.triton_mode import HAS_GPU
 
+CASES = {"attention": kernels.attention, "latent": kernels.latent_attention}
 interpreted = pytest.mark.skipif(HAS_GPU, reason="on a GPU, kernels are compiled")
 
 
@@ -71,8 +73,7 @@ def test_triton_computes_experts_as_the_formula(
     assert found.status == Status.OK, found.value
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16])
-@pytest.mark.parametrize("case", [kernels.attention, kernels.latent_attention])
+@covering(dtype=[FLOAT32, FLOAT16, BFLOAT16], case=CASES)
 def test_torch_attends_as_the_formula_where_triton_does_not(
     case: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

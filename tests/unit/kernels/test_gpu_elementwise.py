@@ -24,6 +24,7 @@ from raymoe.kernels.elementwise import (
 from raymoe.model import feed_forward, loading
 from raymoe.model.feed_forward import choose_experts
 from raymoe.specs.layers import MoeSpec, RouterSpec
+from tests.kinds import covering
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.ahead import SHARED_BYTES, fitting_kernels
 
@@ -65,8 +66,7 @@ def assert_equal_but_for_the_order_of_sums(got: Tensor, want: Tensor) -> None:
 
 
 @device
-@dtypes
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@covering(offset=[None, 0.0, 1.0], dtype=FLOAT_DTYPES)
 def test_norms_equal_the_reference(offset: float | None, dtype: torch.dtype, device: str) -> None:
     for num_tokens, size in ((3, 1), (2, 64), (5, 129), (0, 8)):
         hidden_TH, delta_TH = (
@@ -184,9 +184,7 @@ def test_rotations_equal_the_reference_in_every_way(
 
 
 @device
-@dtypes
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("half", [4, 0])
+@covering(dtype=FLOAT_DTYPES, half=[4, 0], is_interleaved=[False, True])
 def test_latent_rows_and_queries_equal_the_reference(
     half: int,
     is_interleaved: bool,
@@ -222,8 +220,7 @@ def test_latent_rows_and_queries_equal_the_reference(
 
 
 @device
-@dtypes
-@pytest.mark.parametrize("activation", SIGMOID_GATES)
+@covering(dtype=FLOAT_DTYPES, activation=[*SIGMOID_GATES])
 def test_gated_products_equal_the_reference(
     activation: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,8 +275,7 @@ def check_router(
 
 
 @device
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("name", ROUTERS)
+@covering(name=[*ROUTERS], has_bias=[False, True])
 def test_routers_equal_the_reference(
     name: str, has_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

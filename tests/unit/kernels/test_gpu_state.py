@@ -15,6 +15,7 @@ from raymoe.kernels.gpu_state.scan import (
     causal_conv_on_device,
     scan_on_device,
 )
+from tests.kinds import covering
 from tests.native.test_cpu_state import (
     BF16,
     DTYPES,
@@ -143,8 +144,7 @@ def test_a_large_sum_is_its_own_silu_and_a_small_one_vanishes(way: str) -> None:
 
 
 @ways
-@kinds
-@pytest.mark.parametrize("sequences", SHORT.values(), ids=SHORT)
+@covering(kind=[*KINDS], sequences=SHORT)
 def test_a_scan_equals_the_reference(sequences: list[tuple[int, int]], kind: str, way: str) -> None:
     dtype = DTYPES[list(KINDS).index(kind)]
     check_scan(ScanCase.random(sequences, (1, 2, 24, 40), kind, dtype), way)
@@ -162,8 +162,7 @@ def test_a_scan_equals_the_reference_for_every_shape_of_step(
 
 
 @ways
-@kinds
-@pytest.mark.parametrize("heads", [HEADS[4], HEADS[5]], ids=str)
+@covering(kind=[*KINDS], heads=[HEADS[4], HEADS[5]])
 def test_a_scan_equals_the_reference_for_shapes_of_heads(
     heads: tuple[int, int, int, int], kind: str, way: str
 ) -> None:

@@ -10,6 +10,7 @@ from raymoe.kernels import cpu_attention, torch_attention
 from raymoe.kernels.cpu_attention import append_and_attend_latent, append_and_attend_up_projected
 from raymoe.kernels.paged_kv import ALL_TOKENS, LatentHeads
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_latent_paged
+from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 
@@ -76,8 +77,7 @@ def exact(case: Case, heads: LatentHeads) -> Tensor:
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@covering(name=[*STEPS], shape=SHAPES)
 def test_all_forms_are_the_exact_result(
     name: str, shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

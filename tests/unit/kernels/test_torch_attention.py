@@ -9,6 +9,7 @@ from raymoe.kernels.cpu_attention import append_reference
 from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
+from tests.kinds import covering
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 
 CPU = torch.device("cpu")
@@ -32,8 +33,7 @@ def check(case: Case, window: int | None = None) -> None:
     torch.testing.assert_close(run(case, window).double(), want.double(), rtol=unit, atol=unit)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", STEPS.values(), ids=STEPS)
+@covering(dtypes=DTYPES, sequences=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -50,9 +50,7 @@ def test_a_token_sees_only_its_window(window: int) -> None:
     check(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), (FP32, FP32)), window)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 33])
+@covering(dtypes=DTYPES, heads=HEADS, window=[None, 33])
 def test_sinks_take_their_part_of_the_softmax(
     window: int | None,
     heads: tuple[int, ...],

@@ -12,7 +12,8 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.specs.layers import OutputGate
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
-from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
+from tests.kinds import covering
+from tests.parity.configurations import CONFIGURATIONS, Configuration, first_of_each_family
 from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.driver import Driver, load_decoder
 from tests.parity.hybrid_families import HYBRID_FAMILIES
@@ -70,7 +71,31 @@ def make_spec(family_fields: dict, **differences) -> ModelSpec:
     )
 
 
-@pytest.mark.parametrize("configuration", [*first_of_each_family(), *ODD], ids=lambda c: c.name)
+# Kinds of layers and of weights; tokens of each family are compared with those of transformers.
+OF_EACH_KIND = [
+    c
+    for c in first_of_each_family()
+    if c.family
+    in {
+        *("mixtral", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "dbrx"),
+        *("cohere2_moe", "qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear"),
+    }
+]
+
+FEW_ODD = [*ODD[::6], *(c for c in ODD if "clipped" in c.name)]
+
+
+def slow_unless_in(quick: list[Configuration], all_of_them: list[Configuration]) -> list:
+    return [
+        pytest.param(c, id=c.name, marks=() if c in quick else pytest.mark.slow)
+        for c in all_of_them
+    ]
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    slow_unless_in([*OF_EACH_KIND, *FEW_ODD], [*first_of_each_family(), *ODD]),
+)
 def test_logits_are_those_of_the_reference(configuration, tmp_path) -> None:
     make_checkpoint(configuration, tmp_path)
     spec = ModelSpec.from_directory(tmp_path)
@@ -81,7 +106,12 @@ def test_logits_are_those_of_the_reference(configuration, tmp_path) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS[::5], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "configuration",
+    slow_unless_in(
+        OF_EACH_KIND, [*OF_EACH_KIND, *(c for c in CONFIGURATIONS[::5] if c not in OF_EACH_KIND)]
+    ),
+)
 def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None:
     model = make_checkpoint(configuration, tmp_path)
     spec = ModelSpec.from_directory(tmp_path)
@@ -95,16 +125,14 @@ def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize("configuration", first_of_each_family(), ids=lambda c: c.name)
+@covering(dtype=DTYPES, stored=DTYPES, configuration=first_of_each_family())
 def test_the_arena_holds_exactly_what_loading_asks_for(configuration, stored, dtype) -> None:
     config = make_model(configuration).config
     spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
     load(spec, random_weights(spec, stored), dtype)
 
 
-@pytest.mark.parametrize("configuration", ODD, ids=lambda c: c.name)
+@pytest.mark.parametrize("configuration", slow_unless_in(FEW_ODD, ODD))
 def test_the_arena_holds_odd_models_exactly(configuration) -> None:
     config = make_model(configuration).config
     spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))

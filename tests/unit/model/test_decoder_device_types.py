@@ -20,7 +20,8 @@ from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefi
 from raymoe.specs.model import DenseSpec, ModelSpec, RecurrentSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.cases import get_case
-from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
+from tests.parity.configurations import CONFIGURATIONS
+from tests.unit.model.test_decoder import OF_EACH_KIND
 
 DEVICE = torch.device("meta")
 BATCH = AttentionBatch(
@@ -59,7 +60,7 @@ def to_device(batch: PagedBatch) -> PagedBatch:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(c.name, marks=[] if c in first_of_each_family() else pytest.mark.slow)
+        pytest.param(c.name, marks=[] if c in OF_EACH_KIND else pytest.mark.slow)
         for c in CONFIGURATIONS
         if "dynamic" not in c.name
     ],

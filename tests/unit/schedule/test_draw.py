@@ -1,5 +1,6 @@
 """Drawings show what the timeline says."""
 
+import functools
 import itertools
 import json
 import math
@@ -52,10 +53,14 @@ BY_HAND = Timeline(
     ),
 )
 SHORTER = Timeline("shorter", (span(Op.HEAD, 0, Resource.GPU, start_s=0.0, end_s=5.0),))
-REAL = [
-    simulate(STREAMING_BUILDERS[name](form_for(name, 32, 14, 32)), T4_LIKE)
-    for name in STREAMING_BUILDERS
-]
+
+
+@functools.cache
+def real_timelines() -> list[Timeline]:
+    return [
+        simulate(STREAMING_BUILDERS[name](form_for(name, 32, 14, 32)), T4_LIKE)
+        for name in STREAMING_BUILDERS
+    ]
 
 
 def test_text_has_a_line_a_lane_on_one_axis() -> None:
@@ -148,7 +153,7 @@ def test_svg_chooses_the_unit_of_its_axis(end_s: float, last_tick: str) -> None:
 
 
 def test_svg_of_many_tasks_stays_small_and_inside_its_page() -> None:
-    picture = draw_svg(REAL, title="All schedules")
+    picture = draw_svg(real_timelines(), title="All schedules")
     assert len(picture) < 2_000_000
     for path in ET.fromstring(picture).iter(f"{SVG}path"):
         for x, width in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)", path.get("d", "")):
@@ -157,7 +162,7 @@ def test_svg_of_many_tasks_stays_small_and_inside_its_page() -> None:
 
 
 def test_svg_joins_short_tasks_without_losing_busy_time() -> None:
-    for timeline in REAL:
+    for timeline in real_timelines():
         picture = ET.fromstring(draw_svg([timeline], title="t"))
         drawn = sum(
             float(width)
@@ -192,7 +197,7 @@ def test_chrome_trace_has_a_process_a_timeline_and_a_thread_a_lane() -> None:
 
 
 def test_chrome_trace_holds_every_task_with_its_buffers() -> None:
-    timeline = REAL[0]
+    timeline = real_timelines()[0]
     spans = [e for e in json.loads(draw_chrome_trace([timeline]))["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == len(timeline.spans)
     page = next(event for event in spans if event["name"] == "w[1,0]")

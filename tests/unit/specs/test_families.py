@@ -5,6 +5,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec
@@ -13,7 +15,7 @@ from raymoe.specs.presets_models import model_preset
 from tests.unit.specs.config_classes import config_of, meta_model, num_stored_elements, written
 from tests.unit.specs.published_configs import NOISE, published
 
-SEEDS = range(6)
+random_seeds = given(seed=st.integers(0, 2**32))
 
 
 def _grouped(rng: random.Random) -> dict[str, Any]:
@@ -177,7 +179,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=4)
+@random_seeds
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_have_as_many_elements_as_in_transformers(family: str, seed: int) -> None:
     config = config_of(family, **FAMILIES[family](random.Random(f"{family} {seed}")))
@@ -190,7 +193,8 @@ def test_random_models_have_as_many_elements_as_in_transformers(family: str, see
         assert len(routed) == spec.num_layers - len(dense)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@settings(max_examples=4)
+@random_seeds
 @pytest.mark.parametrize(
     "family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
 )

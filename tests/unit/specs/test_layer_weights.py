@@ -4,21 +4,22 @@ import pytest
 
 from raymoe.specs.layer_weights import layer_parts, layer_weights
 from raymoe.specs.model import LayerSpec, ModelSpec
-from tests.parity.cases import get_case
-from tests.parity.configurations import CONFIGURATIONS
+from tests.parity.configurations import CONFIGURATIONS, Configuration
+from tests.parity.oracle import make_config
+from tests.unit.specs.config_classes import written
 
-FIRST = {c.family: c.name for c in reversed(CONFIGURATIONS)}
-BIASED = [c.name for c in CONFIGURATIONS if c.family in ("qwen2_moe", "llama")]
+FIRST = list({c.family: c for c in reversed(CONFIGURATIONS)}.values())
+BIASED = [c for c in CONFIGURATIONS if c.family in ("qwen2_moe", "llama") and c not in FIRST]
 
 
-def layers_of(name: str) -> tuple[int, tuple[LayerSpec, ...]]:
-    spec = ModelSpec.from_directory(get_case(name).directory)
+def layers_of(configuration: Configuration) -> tuple[int, tuple[LayerSpec, ...]]:
+    spec = ModelSpec.from_config(written(make_config(configuration)))
     return spec.hidden_size, spec.layers
 
 
-@pytest.mark.parametrize("name", FIRST.values())
-def test_every_weight_is_in_one_part(name: str) -> None:
-    hidden, layers = layers_of(name)
+@pytest.mark.parametrize("configuration", FIRST, ids=lambda c: c.name)
+def test_every_weight_is_in_one_part(configuration: Configuration) -> None:
+    hidden, layers = layers_of(configuration)
     for layer in layers:
         parts = layer_parts(layer, hidden)
         held = [weight for part in parts for weight in part.shapes]
@@ -30,9 +31,9 @@ def test_every_weight_is_in_one_part(name: str) -> None:
         assert "mlp.gate.weight" in parts[0].shapes or not experts
 
 
-@pytest.mark.parametrize("name", [*FIRST.values(), *BIASED])
-def test_queries_keys_and_values_are_neighbours(name: str) -> None:
-    hidden, layers = layers_of(name)
+@pytest.mark.parametrize("configuration", [*FIRST, *BIASED], ids=lambda c: c.name)
+def test_queries_keys_and_values_are_neighbours(configuration: Configuration) -> None:
+    hidden, layers = layers_of(configuration)
     weights = list(layer_parts(layers[0], hidden)[0].shapes)
     for kind in ("weight", "bias"):
         wanted = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]

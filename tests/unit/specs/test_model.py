@@ -99,7 +99,13 @@ def test_every_field_of_the_configuration_class_is_known(family: str) -> None:
     ModelSpec.from_config(written(config_of(family)))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        pytest.param(c, id=c.name, marks=() if c in CONFIGURATIONS[::6] else pytest.mark.slow)
+        for c in CONFIGURATIONS
+    ],
+)
 def test_parameters_are_those_of_the_model_in_transformers(configuration) -> None:
     config = getattr(transformers, FAMILY_CONFIGS[configuration.family])(**configuration.fields)
     spec = ModelSpec.from_config(written(config))

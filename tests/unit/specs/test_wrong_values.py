@@ -1,10 +1,13 @@
 """Values of wrong types and sizes in every field of a `config.json`: refused by name, never raw."""
 
 import copy
+import functools
 import json
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.class_defaults import class_defaults
@@ -84,58 +87,90 @@ def places(config, outer=()):
             yield from places(value, (*outer, name))
 
 
+def check_place(config, place, value):
+    """Read the configuration with a wrong value at a place."""
+    *outer, last = place
+    inner = wrong = copy.deepcopy(config)
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    try:
+        ModelSpec.from_config(wrong)
+    except ConfigError:  # UnsupportedModelError is one
+        pass
+    except Exception as error:
+        error.add_note(f"{'.'.join(place)} = {value!r}")
+        raise
+
+
 def check_each_place(config, changed=None):
     """Read the configuration with every wrong value at each place, or those of `changed`."""
-    for *outer, last in places(config if changed is None else changed):
+    for place in places(config if changed is None else changed):
         for value in VALUES:
-            wrong = copy.deepcopy(config)
-            place = wrong
-            for name in outer:
-                place = place[name]
-            place[last] = value
-            try:
-                ModelSpec.from_config(wrong)
-            except ConfigError:  # UnsupportedModelError is one
-                pass
-            except Exception as error:
-                error.add_note(f"{'.'.join((*outer, last))} = {value!r}")
-                raise
+            check_place(config, place, value)
 
 
-# Together they have most of the fields.
-QUICK = (
-    "mixtral",
-    "deepseek_v32",
-    "gpt_oss",
-    "llama4",
-    "gemma4",
-    "minimax_m3_vl",
-    "dbrx",
-    "laguna",
-)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],
-)
-def test_no_value_of_a_field_raises_anything_but_its_own_error(family):
+@functools.cache
+def right(family):
     config = config_of(family) | NEEDED.get(family, {})
-    ModelSpec.from_config(config)  # what is wrong below is the one value
+    ModelSpec.from_config(config)  # what is wrong in a test is the one value
+    return config
+
+
+@functools.cache
+def published_form(family):
+    own = (c for c in CONFIGURATIONS if c.family == family and c.name.endswith(AS_PUBLISHED))
+    config = next(own).fields | {"model_type": family}
+    ModelSpec.from_config(config)
+    return config
+
+
+PUBLISHED = ("mimo_v2_flash", "step3p7", "minimax_m3_vl_text")
+families = st.sampled_from(sorted(FAMILIES))
+
+
+@st.composite
+def configurations(draw):
+    """One, and what of it may be wrong."""
+    form = draw(st.sampled_from(("fields", "fields of others", "ropes", "published", "quantised")))
+    if form == "published":
+        config = published_form(draw(st.sampled_from(PUBLISHED)))
+        return config, config
+    if form == "quantised":
+        quantised = {"quantization_config": draw(st.sampled_from(CASES)).config}
+        return MIXTRAL | quantised, quantised
+    config = right(draw(families))
+    if form == "ropes":
+        ropes = draw(st.sampled_from(ROPES))
+        return config | ropes, ropes
+    return config, config if form == "fields" else dict.fromkeys(OF_ALL_FAMILIES)
+
+
+@settings(max_examples=600)
+@given(configurations(), st.data())
+def test_no_value_of_any_field_raises_anything_but_its_own_error(configuration, data):
+    config, changed = configuration
+    place = data.draw(st.sampled_from(list(places(changed))))
+    check_place(config, place, data.draw(st.sampled_from(VALUES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_a_field_raises_anything_but_its_own_error(family):
+    config = right(family)
     check_each_place(config)
     check_each_place(config, dict.fromkeys(OF_ALL_FAMILIES))
     for ropes in ROPES:
         check_each_place(config | ropes, ropes)
 
 
-@pytest.mark.parametrize("family", ["mimo_v2_flash", "step3p7", "minimax_m3_vl_text"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PUBLISHED)
 def test_no_value_of_a_published_form_raises_anything_but_its_own_error(family):
-    own = (c for c in CONFIGURATIONS if c.family == family and c.name.endswith(AS_PUBLISHED))
-    config = next(own).fields | {"model_type": family}
-    ModelSpec.from_config(config)
-    check_each_place(config)
+    check_each_place(published_form(family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_value_of_a_quantisation_raises_anything_but_its_own_error(case):
     quantised = {"quantization_config": case.config}
