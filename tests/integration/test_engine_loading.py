@@ -1,5 +1,6 @@
 """From a directory to an engine: what is read, what is refused, and when."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -19,8 +20,8 @@ from raymoe.errors import (
     UnsupportedModelError,
 )
 from raymoe.measure.kept import identify_machine, store_profile
-from raymoe.plan.policy import DevicePolicy, Policy
-from raymoe.specs.hardware import HardwareSpec
+from raymoe.plan.policy import Choice, DevicePolicy, Policy
+from raymoe.specs.hardware import HardwareSpec, MeasuredNode
 from raymoe.units import GIB, MIB
 from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.oracle import make_checkpoint
@@ -210,3 +211,58 @@ def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(direct
     config = EngineConfig(device="cpu", host_memory_bytes=2**50, policy=policy)
     with pytest.raises(InfeasiblePlanError, match="So much is free now"):
         Engine.from_pretrained(directory, config)
+
+
+PLANNED = Choice(
+    schedule="in_place",
+    policy=Policy(
+        max_num_seqs=3, max_num_batched_tokens=64, max_prefill_chunk_tokens=64, num_kv_blocks=20
+    ),
+)
+
+
+def planned_engine(directory, caplog, planned, **options):
+    """Policy of an engine that was handed a plan, and what it says of planning again."""
+    config = dataclasses.replace(SMALL, device="cpu", planned=planned, **options)
+    with caplog.at_level(logging.INFO), Engine.from_pretrained(directory, config) as engine:
+        policy = engine.plan.policy
+    return policy, [text for text in caplog.messages if text.startswith("planned again")]
+
+
+def test_an_engine_takes_the_plan_of_a_driver_on_a_machine_like_its_own(directory, caplog):
+    own = MeasuredNode(machine=identify_machine(None).file_name, hardware=read_node())
+    assert planned_engine(directory, caplog, PLANNED, hardware=own) == (PLANNED.policy, [])
+    huge = dataclasses.replace(
+        PLANNED, policy=dataclasses.replace(PLANNED.policy, num_kv_blocks=10**9)
+    )
+    policy, said = planned_engine(directory, caplog, huge, hardware=own)
+    assert policy.num_kv_blocks < 10**9
+    assert len(said) == 1
+    assert "does not fit here" in said[0]
+    assert "GiB" in said[0]
+
+
+def test_an_engine_on_another_machine_plans_itself_and_says_so(directory, caplog):
+    other = MeasuredNode(machine="another.json", hardware=read_node())
+    policy, said = planned_engine(directory, caplog, PLANNED, hardware=other)
+    assert policy != PLANNED.policy
+    assert said == ["planned again: this machine is not like that of the driver"]
+
+
+def test_a_policy_of_the_user_comes_before_a_plan(directory, caplog):
+    own = MeasuredNode(machine=identify_machine(None).file_name, hardware=read_node())
+    given = dataclasses.replace(PLANNED.policy, max_num_seqs=2)
+    policy, said = planned_engine(directory, caplog, PLANNED, hardware=own, policy=given)
+    assert (policy, said) == (given, [])
+
+
+def read_node() -> HardwareSpec:
+    """This machine at rates of no interest."""
+    host = read_host()
+    return HardwareSpec(
+        name="measured",
+        num_cores=host.num_cores,
+        host_memory_bytes=8 * GIB,
+        host_bytes_per_s=3e10,
+        host_flop_per_s=3e11,
+    )

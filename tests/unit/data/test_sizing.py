@@ -261,7 +261,14 @@ def test_the_plan_of_the_job_comes_with_its_time_and_cost(model, num_actors):
     )
     config = kwargs["fn_constructor_kwargs"]["engine_config"]
     assert config.workload.num_rows == 40_000 // num_actors
-    expected = find_plan(ModelSpec.from_directory(model), node, config.workload)
+    planned = config.planned
+    expected = find_plan(
+        ModelSpec.from_directory(model),
+        node,
+        config.workload,
+        schedule=planned.schedule,
+        policy=planned.policy,
+    )
     job = kwargs.plan
     assert job.plan.job.seconds == expected.job.seconds
     assert job.cost(3.6) == pytest.approx(expected.job.seconds / 1000)  # no cluster: on one node
@@ -300,7 +307,14 @@ def test_actors_on_this_machine_plan_with_the_drivers_measurement(
     assert handed.hardware.host_flop_per_s == RATES.host_flop_per_s * num_cores / 8
     assert handed.machine == identify_machine(config.num_threads).file_name
     node = engine_node.find_node(config, Settings(), "cpu")
-    expected = find_plan(ModelSpec.from_directory(model), node, config.workload)
+    planned = config.planned
+    expected = find_plan(
+        ModelSpec.from_directory(model),
+        node,
+        config.workload,
+        schedule=planned.schedule,
+        policy=planned.policy,
+    )
     assert kwargs.plan.prediction.running_s == pytest.approx(expected.job.seconds)
     assert measured == [None], "the actor measures nothing"
     given = map_batches_kwargs(model, workload=workload, engine_config={"hardware": RATES})

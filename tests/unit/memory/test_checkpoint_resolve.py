@@ -56,7 +56,7 @@ def test_a_name_that_the_hub_does_not_give_is_explained(hub) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./gone", "a/b/c", "org/na me"])
 def test_what_cannot_be_a_hub_name_is_refused_without_asking(name: str, hub) -> None:
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="neither a directory nor a name on the hub"):
         resolve_model(name)
     assert hub == []
 
