@@ -8,7 +8,7 @@ import pytest
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.policy import Policy
-from raymoe.plan.search import GOOD_BATCH, find_plan
+from raymoe.plan.search import GOOD_SIZE, find_plan
 from raymoe.plan.sizes import HOST_TOKENS
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
 from raymoe.specs.model import ModelSpec
@@ -52,7 +52,7 @@ def test_a_plan_fits_its_memory(gib: float) -> None:
 
 def test_more_memory_never_plans_less_speed() -> None:
     rates = [find_plan(MODEL, node(gib)).tokens_per_s for gib in (3.2, 3.5, 4, 6, 12, 48)]
-    assert all(rate >= GOOD_BATCH * max(rates[:number]) for number, rate in enumerate(rates, 1))
+    assert all(rate >= GOOD_SIZE * max(rates[:number]) for number, rate in enumerate(rates, 1))
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing() -> None:
