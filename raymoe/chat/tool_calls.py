@@ -240,6 +240,8 @@ def _read_mistral(text: str, types: Types) -> list[ToolCall]:
 
 def _read_harmony(text: str, _: Types) -> list[ToolCall]:
     header, arguments = text.partition("<|message|>")[::2]
+    if not arguments.strip():
+        raise _MalformedError  # cut before its arguments, which are {} where there are none
     words = header.partition(_RECIPIENT)[2].partition("<")[0].split(maxsplit=1)
     return [_call(words[0] if words else "", arguments)]
 

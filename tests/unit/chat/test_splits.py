@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.chat.reasoning import (
@@ -193,7 +193,6 @@ def test_calls_come_back_and_cut_ones_stay_text(parser, seed):
     assert split_tool_calls(parser, said, TOOLS) == (said, ())
 
     cut = whole[: choose.randrange(len(said) + 1, len(whole))] if said else whole[:-9]
-    assume(not cut.endswith("<|message|>"))  # read as a call without arguments
     kept, early = split_tool_calls(parser, cut, TOOLS)
     assert early == expected[: len(early)]
     if not early:
