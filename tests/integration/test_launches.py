@@ -16,7 +16,7 @@ from raymoe.kernels import elementwise, gpu_attention_batch, paged_kv
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.model import device_experts, feed_forward, loading
 from raymoe.plan.policy import DevicePolicy
-from raymoe.runtime import runner
+from raymoe.runtime.operations import StreamedMemory
 from raymoe.schedule.graph import Op
 from tests.integration import test_schedules as schedules
 
@@ -57,7 +57,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
     found: Counts = defaultdict(list)
     current = threading.local()
-    run, bind = Launch.run, runner.bind_device
+    run, bind = Launch.run, StreamedMemory.bindings.fget
 
     def counted_run(launch: Launch) -> None:
         current.calls[f"kernel {launch.kernel.__name__}"] += 1
@@ -82,7 +82,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         return bound | {op: counted(op, bound[op]) for op in ON_THE_GPU}
 
     monkeypatch.setattr(Launch, "run", counted_run)
-    monkeypatch.setattr(runner, "bind_device", bind_and_count)
+    monkeypatch.setattr(StreamedMemory, "bindings", property(bind_and_count))
     for module in (elementwise, feed_forward, loading, paged_kv):
         monkeypatch.setattr(module, "triton_runs_on", lambda _: hasattr(current, "calls"))
     for name in ("_norm_is_native", "_rope_is_native", "_router_is_native"):
