@@ -292,7 +292,7 @@ def test_actors_on_this_machine_plan_with_the_drivers_measurement(
     model, monkeypatch, num_actors, num_cores
 ):
     """By their part of it, once: the job is predicted as each of them plans it."""
-    cluster = Cluster(num_nodes=1, num_cpus=8, num_gpus=0, memory_bytes=32 * GIB, is_here=True)
+    cluster = Cluster(num_nodes=1, num_cpus=8, num_gpus=0, memory_bytes=8 * GIB, is_here=True)
     monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
     measured = []
     monkeypatch.setattr(engine_node, "_measure_quickly", lambda threads: measured.append(threads) or RATES)  # fmt: skip # noqa: E501

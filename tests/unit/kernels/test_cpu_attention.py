@@ -23,16 +23,6 @@ def test_new_tokens_of_a_prompt_come_before_those_that_were_generated() -> None:
     assert batch(None).num_new_of_prompts.tolist() == [0, 3, 12, 10]
 
 
-def test_a_selection_keeps_the_tokens_of_its_sequences() -> None:
-    chosen = batch().select(torch.tensor([2, 0]))
-    assert chosen.query_start.tolist() == [0, 12, 13]
-    assert chosen.context_tokens.tolist() == [12, 8]
-    assert chosen.block_table.tolist() == [[4, 5], [0, 1]]
-    assert chosen.prompt_tokens is not None
-    assert chosen.prompt_tokens.tolist() == [9, 5]
-    assert batch().select(torch.empty(0, dtype=torch.int64)).query_start.tolist() == [0]
-
-
 def test_a_cut_has_some_tokens_of_each_sequence_and_their_contexts() -> None:
     whole = batch()
     split = torch.tensor([0, 3, 9, 4])
