@@ -5,6 +5,7 @@ import re
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 MAX_BYTES = 1 << 63
+UNLIMITED_BYTES = 1 << 62  # more than any memory
 MAX_INT64 = 2**63 - 1
 MAX_EXACT_FLOAT = 2**53  # up to it, a float is equal to each whole number
 YEAR_S = 365 * 24 * 3600

@@ -1,25 +1,23 @@
 """Host memory as a device: without lanes, or emulated, with tasks that take the predicted time."""
 
-import operator
 import random
 import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from raymoe import _native
-from raymoe.device.device import MemoryLedger
+from raymoe.device.device import MemoryLedger, T
 from raymoe.device.lane import Call, Lane, ThreadLane, call_all
 from raymoe.device.mover import CopyTime, Link
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import CostModel, LinkUse
+from raymoe.units import UNLIMITED_BYTES
 
-UNLIMITED = 1 << 62  # bytes
 SPIN_S = 150e-6  # Linux wakes a sleeper 70 to 90 us late; 50 us of that is timer slack
 
 
@@ -62,11 +60,10 @@ class HostDevice:
     lanes: Mapping[Resource | Op, Lane] = MappingProxyType({})
     torch_device = torch.device("cpu")
     poison: Callable[[Tensor], None] | None = None
-    compute: Callable[[Callable[[], Any]], Any] = operator.call  # builtin: not bound
     computing: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
     traffic: Callable[[], Mapping[Resource, LinkUse]] = staticmethod(dict)
 
-    def __init__(self, memory_bytes: int = UNLIMITED) -> None:
+    def __init__(self, memory_bytes: int = UNLIMITED_BYTES) -> None:
         self.ledger = MemoryLedger(memory_bytes)
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
@@ -85,6 +82,11 @@ class HostDevice:
     @staticmethod
     def prepare(num_bytes: int, compile_kernels: Callable[[], object]) -> None:
         """Do nothing: no kernel has to be compiled."""
+
+    @staticmethod
+    def compute(call: Callable[[], T]) -> T:
+        """Call: nothing runs elsewhere."""
+        return call()
 
     @staticmethod
     def memory_near() -> AbstractContextManager[None]:

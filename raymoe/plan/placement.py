@@ -36,11 +36,10 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import MoeSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.units import ceil_div
+from raymoe.units import UNLIMITED_BYTES, ceil_div
 
 PAGE_ALIGNMENT = 256
 MIN_STAGED_BLOCKS = 256  # per micro-batch: the contexts of 16 rows of 512 tokens
-EVERYTHING = 1 << 62  # bytes: more than any model
 
 
 class LayerBytes(NamedTuple):
@@ -114,13 +113,15 @@ class Placement:
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
         """Divide a model's weights into resident parts and pages, as the policy says.
 
-        The host attends for all rows of a model with states if it holds these.
+        Where weights stream, the host attends for all rows of a model whose states it holds.
 
         Raises:
             ConfigError: The schedule cannot run with this policy.
         """
-        if model.has_states and not (policy.device and policy.device.states_on_device):
-            device = replace(policy.device or DevicePolicy(), staged_blocks=0)
+        device = policy.device or DevicePolicy()
+        streams = schedule not in WHOLE_MODEL_SCHEDULES
+        if model.has_states and streams and not device.states_on_device:
+            device = replace(device, staged_blocks=0)
             policy = replace(policy, device=device)
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
 
@@ -137,7 +138,7 @@ class Placement:
         cut = _cut(
             sizes,
             page_bytes=device.page_bytes,
-            resident_bytes=device.resident_bytes if streams else EVERYTHING,
+            resident_bytes=device.resident_bytes if streams else UNLIMITED_BYTES,
             num_groups=device.expert_groups,
             ring_slots=min(device.ring_slots, device.expert_groups),
             states_on_device=device.states_on_device or schedule == "resident",

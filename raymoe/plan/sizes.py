@@ -383,8 +383,7 @@ class Sizes:
         raise InfeasiblePlanError(f"{what} fits {job.hardware.name}, but no policy does")
 
     def _filled(self, placement: Placement) -> Placement | None:
-        spare = self.job.hardware.gpu_memory_bytes
-        spare -= device_footprint(self.job.model, self.job.work, placement).total
+        spare = self.job.hardware.gpu_memory_bytes - self.job.device_footprint(placement).total
         if spare < 0:
             return None
         device, slots = placement.device, placement.slots_bytes
@@ -405,7 +404,7 @@ class Sizes:
     def _max_states(self, search_point: SearchPoint) -> int:
         """Sequences whose states the device has room for next to the weight slots."""
         one = self.sized(search_point, max_num_seqs=1, num_kv_blocks=1)
-        needs = device_footprint(self.job.model, self.job.work, one)
+        needs = self.job.device_footprint(one)
         free = self.job.hardware.gpu_memory_bytes - needs.total + needs.bytes_of("states")
         return max_sequences(free, 0, self.job.work.state_bytes)
 

@@ -24,8 +24,8 @@ from raymoe.units import ceil_div
 # `MAX_PERIOD` layers, as in Nemotron-3, all layers are simulated.
 EXCERPT_LAYERS, MAX_PERIOD = 2, 10
 LEADING_LAYERS = 4  # that may be of other kinds, as the dense ones of DeepSeek-V3
-# Pages per layer to keep; more hardly change when the tasks between them start. Cuts that differ
-# only in the size of their pages then share an outline.
+# Pages per layer to keep; more hardly change when the tasks between them start. Placements that
+# differ only in the size of their pages then share an outline.
 MAX_PAGES = 24
 ONCE = frozenset({Op.EMBED, Op.UP, Op.HEAD})  # per step, not per layer
 OF_NO_MICRO_BATCH = frozenset({Op.W, Op.STAGE, Op.HEAD, Op.SYNC})
@@ -106,7 +106,7 @@ class StepModel:
             return min(split.min_s(load) for split in self.splits)
         few, layers = self._excerpt, self._bare_layers
         cost = self._cost(few, layers, self._mean_bytes, self._micro_batches(load))
-        form = self._form(load, bare=tuple(map(_without_sizes, layers)))
+        form = self._form(load, bare=self._bare_form_layers)
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
@@ -146,6 +146,10 @@ class StepModel:
         return _without_pages(self.placement.layers[-len(self._excerpt.layers) :])
 
     @cached_property
+    def _bare_form_layers(self) -> tuple[LayerPlacement, ...]:
+        return tuple(map(_without_sizes, self._bare_layers))
+
+    @cached_property
     def _bare_kinds(self) -> tuple[int, ...]:
         """For each of these layers, the index of the first that takes as long."""
         kinds = list(zip(self._excerpt.layers, self._bare_layers, strict=True))
@@ -171,15 +175,13 @@ class StepModel:
 
     def _form(self, load: StepLoad, bare: tuple[LayerPlacement, ...] = ()) -> StepForm:
         """The form of a step, or of one with the given layers."""
-        fraction, all_on_host = (
-            self.placement.cpu_attention_fraction,
-            self.placement.attends_on_host,
-        )
+        placement = self.placement
+        fraction, all_on_host = placement.cpu_attention_fraction, placement.attends_on_host
         on_device = load.prompt_tokens > 0 or (load.decode_rows > 0 and fraction < 1)
         on_host = all_on_host or (load.decode_rows > 0 and fraction > 0)
         key = (bare, on_device and not all_on_host, on_host)
         if key not in self._forms:
-            form = self.placement.form
+            form = placement.form
             self._forms[key] = replace(
                 form,
                 layers=bare or form.layers,

@@ -112,6 +112,11 @@ def test_rows_attend_on_the_gpu_only_if_their_states_are_there() -> None:
     assert not steps(states_on_device=True).attends_on_host
 
 
+@pytest.mark.parametrize("schedule", ["in_place", "resident"])
+def test_a_policy_without_a_device_to_stream_to_stays_as_it_was_given(schedule: str) -> None:
+    assert Placement.of(MODEL, schedule, POLICY, 2).policy == POLICY
+
+
 @pytest.mark.parametrize("fields", [{}, {"expert_groups": 8, "ring_slots": 4}], ids=str)
 def test_every_split_of_the_experts_keeps_the_states_on_the_gpu(fields: dict[str, int]) -> None:
     planned = steps(states_on_device=True, cpu_experts_fraction=0.5, **fields)
