@@ -333,6 +333,10 @@ class EngineConfig:
         if self.watchdog_s is not None:
             _number("watchdog_s", self.watchdog_s, 0.001, 1e9)
 
+    def allows(self, choice: "Choice") -> bool:
+        """Whether no other schedule and no other sizes were asked for."""
+        return self.policy in {None, choice.policy} and self.schedule in {"auto", choice.schedule}
+
     @property
     def may_leave_gpu_idle(self) -> bool:
         """Whether the job may run on the cores alone although there is a GPU."""

@@ -366,7 +366,7 @@ def open_shared(
             )
     file = SharedFile.open(_key(files, dtype))
     chosen = choice_of(file)
-    if chosen is None or _suits(chosen, config):
+    if chosen is None or config.allows(chosen):
         return file
     file.close()
     warnings.warn(
@@ -377,11 +377,6 @@ def open_shared(
         stacklevel=2,
     )
     return None
-
-
-def _suits(choice: Choice, config: EngineConfig) -> bool:
-    """Whether the configuration asks for nothing else."""
-    return config.policy in {None, choice.policy} and config.schedule in {"auto", choice.schedule}
 
 
 def note_of(choice: Choice) -> bytes:

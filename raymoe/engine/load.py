@@ -278,7 +278,7 @@ def _find_plan(
         may_leave_gpu_idle=on_host is not None,
     )
     planned, device = config.planned, device_name(config)
-    if planned is not None and config.policy is None and config.schedule == "auto":
+    if planned is not None and config.allows(planned):
         is_in_place = planned.schedule == "in_place"
         suits_device = is_in_place == (device == "cpu") or (is_in_place and on_host is not None)
         if not (suits_device and is_like_the_driver(config, settings)):

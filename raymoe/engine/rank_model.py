@@ -219,8 +219,8 @@ def _load_in_place(model: RankModel) -> ModelRunner:
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
         cache.touch(used_blocks, job.hardware.num_cores)
     device = HostDevice()
-    placement = InPlace(decoder, cache.layers, layouts, build=build_in_place, device=device)
-    return ModelRunner(placement, device, [cache.close, arena.close])
+    placed = InPlace(decoder, cache.layers, layouts, build=build_in_place, device=device)
+    return ModelRunner(placed, device, [cache.close, arena.close])
 
 
 def load_streamed(
@@ -255,8 +255,8 @@ def load_streamed(
         choose=split_choice(model.work, model.job.hardware, steps),
         loads_ahead=steps.schedule in RING_SCHEDULES and not steps.device.staging_slots,
     )
-    placement = Streamed(memory, schedules, device, before_step)
-    return ModelRunner(placement, device, [device.close, cache.close, weights.close])
+    placed = Streamed(memory, schedules, device, before_step)
+    return ModelRunner(placed, device, [device.close, cache.close, weights.close])
 
 
 def _prepare(model: RankModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
@@ -394,10 +394,10 @@ def load_resident(
     )
     decoder = _decoder(model, weights, kept, first_slot=0, device=device)
     _prepare(model, decoder, policy.max_num_batched_tokens, device)
-    placement = InPlace(
+    placed = InPlace(
         decoder, cache, layouts, build=build_resident, device=device, before_step=before_step
     )
-    return ModelRunner(placement, device, [device.close, weights.close])
+    return ModelRunner(placed, device, [device.close, weights.close])
 
 
 def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from raymoe.schedule.timeline import Timeline
 BeforeStep = Callable[[CutBatch, Schedule, int], None]
 
 
-class Placement(Protocol):
-    """Where a model and its KV cache are, and by which schedules it runs."""
+class PlacedModel(Protocol):
+    """A model and its KV cache where they are, and the schedules by which it runs."""
 
     @property
     def decoder(self) -> Decoder:
@@ -46,7 +46,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, placement: Placement, device: Device, closers: Sequence[Callable[[], None]] = ()
+        self, placed: PlacedModel, device: Device, closers: Sequence[Callable[[], None]] = ()
     ) -> None:
         """Run nothing yet.
 
@@ -54,7 +54,7 @@ class ModelRunner:
             device: Where the model computes.
             closers: What gives its memory back, in this order.
         """
-        self._placement, self._device, self._closers = placement, device, closers
+        self._placed, self._device, self._closers = placed, device, closers
         self._logits_s = 0.0  # of the latest step
         self.last_timeline = Timeline("no step", ())
 
@@ -70,7 +70,7 @@ class ModelRunner:
             ExecutionError: A task failed; names it.
         """
         with torch.inference_mode():
-            hidden_RH, run = self._placement.begin(batch)
+            hidden_RH, run = self._placed.begin(batch)
             self._logits_s = 0.0
             try:
                 with self._device.computing():
@@ -83,7 +83,7 @@ class ModelRunner:
     def compute_logits(self, hidden_RH: Tensor) -> Tensor:
         """Return the logits, [R, V], of some of the hidden rows of a step, within its context."""
         start_s = time.perf_counter()
-        logits_RV = self._device.compute(partial(self._placement.decoder.logits, hidden_RH))
+        logits_RV = self._device.compute(partial(self._placed.decoder.logits, hidden_RH))
         self._logits_s += time.perf_counter() - start_s
         return logits_RV
 

@@ -223,14 +223,3 @@ def _hint(buffer: Buffer, later: Sequence[Task], known: Iterable[Buffer]) -> str
         return f"no buffer is called {buffer.name!r} so far"
     shown = ", ".join(str(Buffer(buffer.name, key)) for key in duplicates[:SHOWN_BUFFERS])
     return f"so far there is {shown}" + (", ..." if len(duplicates) > SHOWN_BUFFERS else "")
-
-
-def format_buffers(buffers: Iterable[Buffer]) -> str:
-    return " ".join(map(str, buffers))
-
-
-def format_task(task: Task) -> str:
-    """A task with its reads and writes, such as `qkv[0,1] dtoh: qkv[1] -> host_qkv[1]`."""
-    reads = f" {format_buffers(task.reads)}" if task.reads else ""
-    writes = f" {format_buffers(task.writes)}" if task.writes else ""
-    return f"{task} {task.resource}:{reads} ->{writes}"

@@ -74,11 +74,6 @@ class LayerPlacement:
                 f"the last of {self.num_pages} pages"
             )
 
-    @classmethod
-    def of_pages(cls, num_pages: int, **parts: object) -> Self:
-        """A layer with so many pages, whose bytes nobody asks for."""
-        return cls(page_bytes=(0,) * num_pages, **parts)  # type: ignore[arg-type]
-
     @property
     def num_pages(self) -> int:
         return len(self.page_bytes)

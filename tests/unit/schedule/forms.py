@@ -14,11 +14,14 @@ DEVICE_ONLY = ("flexgen_s4",)
 BUILDER_NAMES = tuple(STREAMING_BUILDERS)
 
 
+def layer_of(num_pages: int, **parts: object) -> LayerPlacement:
+    """A layer with so many pages, whose bytes nobody asks for."""
+    return LayerPlacement(page_bytes=(0,) * num_pages, **parts)
+
+
 def streamed_layer(num_pages: int = 3) -> LayerPlacement:
     """The first page is attention and some of the experts, the others are experts."""
-    return LayerPlacement.of_pages(
-        num_pages, attention_pages=(0,), expert_pages=tuple(range(num_pages))
-    )
+    return layer_of(num_pages, attention_pages=(0,), expert_pages=tuple(range(num_pages)))
 
 
 def uniform_form(num_layers: int = 2, num_micro_batches: int = 3, num_pages: int = 3) -> StepForm:
@@ -45,7 +48,7 @@ def layer_pages(draw: st.DrawFn, min_pages: int = 0, max_pages: int = 5) -> Laye
             st.sampled_from(("pre", "experts", "both")), min_size=num_pages, max_size=num_pages
         )
     )
-    return LayerPlacement.of_pages(
+    return layer_of(
         num_pages,
         attention_pages=tuple(p for p, user in enumerate(users) if user != "experts"),
         expert_pages=tuple(p for p, user in enumerate(users) if user != "pre"),
@@ -92,7 +95,7 @@ def partly_on_cores(draw: st.DrawFn, layers: st.SearchStrategy[LayerPlacement]) 
 def grouped_layer(num_groups: int = 4, *, has_common: bool = True) -> LayerPlacement:
     """A page for attention, which may be resident, and one for each group of experts."""
     pages = tuple(range(has_common, has_common + num_groups))
-    return LayerPlacement.of_pages(
+    return layer_of(
         len(pages) + has_common,
         attention_pages=(0,) * has_common,
         expert_pages=pages,

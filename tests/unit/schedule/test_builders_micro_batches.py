@@ -22,6 +22,7 @@ from tests.unit.schedule.costs import T4_LIKE, OpCost, link_bound_costs
 from tests.unit.schedule.forms import (
     form_for,
     grouped_layer,
+    layer_of,
     step_forms,
     streamed_layer,
     uniform_form,
@@ -64,7 +65,7 @@ def test_a_last_group_may_be_smaller() -> None:
 
 
 def test_a_front_waits_until_the_attention_pages_of_its_layer_are_issued() -> None:
-    late = LayerPlacement.of_pages(3, attention_pages=(2,), expert_pages=(0, 1))
+    late = layer_of(3, attention_pages=(2,), expert_pages=(0, 1))
     form = StepForm(layers=(late, late), num_micro_batches=3)
     schedule = build_micro_batches(replace(form, micro_batches_per_group=1, look_ahead=2))
     assert order(schedule, Op.PRE, Op.W) == (

@@ -7,7 +7,7 @@ import pytest
 from raymoe.errors import ConfigError
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import StepForm, next_first_slot
-from tests.unit.schedule.forms import grouped_layer, streamed_layer
+from tests.unit.schedule.forms import grouped_layer, layer_of, streamed_layer
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from tests.unit.schedule.forms import grouped_layer, streamed_layer
 )
 def test_pages_that_do_not_add_up_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LayerPlacement.of_pages(**fields)
+        layer_of(**fields)
 
 
 @pytest.mark.parametrize(
