@@ -154,7 +154,7 @@ class Placement:
     def choice(self) -> Choice:
         return Choice(schedule=self.schedule, policy=self.policy)
 
-    @property
+    @cached_property
     def device(self) -> DevicePolicy:
         return self.policy.device or DevicePolicy()
 
@@ -213,7 +213,7 @@ class Placement:
     def build(self) -> Callable[[StepForm], Schedule]:
         return BUILDERS[self.schedule]
 
-    @property
+    @cached_property
     def num_micro_batches(self) -> int:
         return min(
             self.device.num_micro_batches,
@@ -231,7 +231,7 @@ class Placement:
             return 1.0
         return CPU_ATTENTION_FRACTIONS.get(self.schedule, self.device.cpu_attention_fraction)
 
-    @property
+    @cached_property
     def form(self) -> StepForm:
         device = self.device
         return StepForm(
@@ -263,15 +263,16 @@ class Placement:
     @property
     def ring(self) -> int:
         """Micro-batches whose attention is in flight at once."""
-        return _ring_and_group(self.schedule, self._bare_form)[0]
+        return self._ring_and_group[0]
 
     @property
     def micro_batches_per_group(self) -> int:
-        return _ring_and_group(self.schedule, self._bare_form)[1]
+        return self._ring_and_group[1]
 
-    @property
-    def _bare_form(self) -> StepForm:
-        return replace(self.form, layers=(LayerPlacement(),) * min(2, len(self.layers)))
+    @cached_property
+    def _ring_and_group(self) -> tuple[int, int]:
+        bare = replace(self.form, layers=(LayerPlacement(),) * min(2, len(self.layers)))
+        return _ring_and_group(self.schedule, bare)
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -45,7 +45,7 @@ class StepModel:
         split = self.split(load)
         if split is not self:
             return split.timeline(load)
-        layers = self.placement.layers
+        layers = self.placement.layers if self.placement.streams else ()
         cost = self._cost(self.work, layers, self._mean_bytes, self._micro_batches(load))
         return simulate(self.schedule(load), cost)
 
