@@ -69,32 +69,66 @@ def examine(
     clock: Clock = time.monotonic,
 ) -> Iterator[Finding]:
     """Yield a finding for each check; what does not begin within `limit_s` is skipped."""
-    end_s = clock() + limit_s
+    examiner = Examiner(clock() + limit_s, clock, partial(_device_error, target))
     for section in sections:
         try:
             checks = importlib.import_module(f"raymoe.doctor.{section}").checks(target)
         except Exception as error:  # a package is missing, or the compiled kernels do not load
             checks = [Check("import", partial(_failed, error))]
-        yield from run_checks(section, checks, end_s, clock)
+        yield from examiner.run(section, checks)
 
 
-def run_checks(
-    section: str, checks: Iterable[Check], end_s: float, clock: Clock = time.monotonic
-) -> Iterator[Finding]:
-    """Run the checks of a section until `end_s`; an exception in one is its finding."""
-    for check in checks:
-        if clock() >= end_s:
-            outcome = Outcome(
-                "not begun: no time is left",
-                Status.SKIPPED,
-                "raymoe doctor --limit 600 gives it more",
-            )
-        else:
-            try:
-                outcome = check.run()
-            except Exception as error:  # whatever is wrong with this machine is what we look for
-                outcome = _failed(error)
-        yield Finding(section=section, name=check.name, **outcome._asdict())
+class Examiner:
+    """Runs checks until a time; once the device is lost, skips those that follow."""
+
+    def __init__(
+        self,
+        end_s: float,
+        clock: Clock = time.monotonic,
+        device_error: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`device_error` says whether the device has failed for good, which a new process mends."""
+        self._end_s, self._clock, self._device_error = end_s, clock, device_error
+        self._lost: Outcome | None = None
+
+    def run(self, section: str, checks: Iterable[Check]) -> Iterator[Finding]:
+        """Run the checks of a section; an exception in one is its finding."""
+        for check in checks:
+            outcome = self._skipped() or self._run(check)
+            if outcome.status == Status.FAILED and self._lost is None:
+                reason = self._device_error()
+                if reason:
+                    outcome = outcome._replace(value=f"{outcome.value}; the GPU is lost: {reason}")
+                    advice = f"the GPU was lost at {check.name!r}: see that row, and dmesg for Xid"
+                    self._lost = Outcome("not begun", Status.SKIPPED, advice)
+            yield Finding(section=section, name=check.name, **outcome._asdict())
+
+    def _skipped(self) -> Outcome | None:
+        if self._clock() < self._end_s:
+            return self._lost
+        advice = "raymoe doctor --limit 600 gives it more"
+        return Outcome("not begun: no time is left", Status.SKIPPED, advice)
+
+    def _run(self, check: Check) -> Outcome:
+        try:
+            return check.run()
+        except Exception as error:  # whatever is wrong with this machine is what we look for
+            return _failed(error)
+
+
+def _device_error(target: Target) -> str:
+    """What the GPU answers after an error that ends all work of this process on it."""
+    if target.device != "cuda":
+        return ""
+    import torch  # noqa: PLC0415 - whether it can be imported is part of the examination
+
+    try:
+        torch.zeros(1, device="cuda").item()
+    except torch.OutOfMemoryError:
+        return ""
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _failed(error: Exception) -> Outcome:

@@ -150,6 +150,8 @@ class PartProcesses:
             reason = f"did not end within {format_seconds(part.limit_s)}; see {log}"
         else:
             if result is not None:
+                if result.status == Status.FAILED and part.node.device == "cuda":
+                    self.close()  # an error of the device stays with its process
                 return result
             reason = f"{_ending(process.wait())}; see {log}"
         self.close()

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,13 +163,14 @@ def test_parts_of_a_shape_share_a_process_until_one_fails(
         '    if \'"contender": "vslpipe"\' in line:\n'
         "        sys.exit(3)\n"
         "    print('noise', json.dumps([]))\n"
-        "    print(json.dumps({'pid': os.getpid()}), flush=True)\n"
+        "    status = 'failed' if '\"device\": \"cuda\"' in line else 'done'\n"
+        "    print(json.dumps({'pid': os.getpid(), 'status': status}), flush=True)\n"
     )
     script = tmp_path / "python"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} {program}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(PartResult, "from_json", json.loads)
+    monkeypatch.setattr(PartResult, "from_json", lambda text: SimpleNamespace(**json.loads(text)))
     (tmp_path / "logs").mkdir()
     processes = PartProcesses(L4, tmp_path / "node.json", tmp_path)
 
@@ -182,9 +184,11 @@ def test_parts_of_a_shape_share_a_process_until_one_fails(
     third, fourth = run("raymoe"), run("raymoe", "tiny")
     fifth = run("accelerate", "tiny")
     processes.close()
-    assert len({each["pid"] for each in (first, third, fourth, fifth)}) == 4
+    assert len({each.pid for each in (first, third, fourth, fifth)}) == 4
     with pytest.raises(ProcessLookupError):
-        os.kill(fifth["pid"], 0)
+        os.kill(fifth.pid, 0)
+    on_gpu = replace(SETTINGS, node=replace(SETTINGS.node, device="cuda"))
+    assert processes.run(on_gpu).pid != processes.run(on_gpu).pid  # an error stays with a process
 
 
 @pytest.mark.parametrize(
