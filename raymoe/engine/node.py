@@ -11,12 +11,12 @@ from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.errors import ConfigError
+from raymoe.measure.gpu import measure_gpu_quickly
 from raymoe.measure.kept import identify_machine, load_profile
 from raymoe.measure.plausible import find_problems
 from raymoe.measure.quick import measure_quickly
 from raymoe.plan.policy import Footprint
 from raymoe.specs.hardware import (
-    HARDWARE_PRESETS,
     USABLE_FRACTION,
     HardwareSpec,
     MeasuredNode,
@@ -24,7 +24,7 @@ from raymoe.specs.hardware import (
     is_hardware_file,
     preset_of_gpu,
 )
-from raymoe.units import ceil_div, format_bytes
+from raymoe.units import GB, TB, ceil_div, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _this_machine(config: EngineConfig, settings: Settings, device: str) -> Hard
         measured = dataclasses.replace(measured, num_cores=_without_lanes(measured.num_cores))
     free_bytes = free_gpu_bytes()
     if not measured.has_gpu:
-        return _with_known_gpu(measured, free_bytes)
+        return _with_gpu(measured, free_bytes)
     return dataclasses.replace(measured, gpu_memory_bytes=free_bytes)
 
 
@@ -215,16 +215,20 @@ def _budget(settings: Settings) -> int:
     return settings.host_memory_bytes or available
 
 
-def _with_known_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
-    """Return this host with the preset of its GPU."""
+def _with_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
+    """Return this host with the preset of its GPU, or else with rates measured in two seconds."""
     name = torch.cuda.get_device_name()
     known = preset_of_gpu(name)
-    if known is None:
-        raise ConfigError(
-            f"the GPU {name!r} is none of the presets ({', '.join(HARDWARE_PRESETS)}); run "
-            "'raymoe profile' once on this machine, or give hardware=HardwareSpec(...)"
-        )
-    return host.with_gpu_of(known, free_bytes)
+    if known is not None:
+        return host.with_gpu_of(known, free_bytes)
+    node = measure_gpu_quickly(host, free_bytes)
+    logger.info(
+        "no preset has the rates of the GPU %r; measured: %.0f TFLOP/s in 16 bits, memory %.0f "
+        "GB/s, link %.1f GB/s to the GPU and %.1f back ('raymoe profile' measures more, once)",
+        name, node.gpu_flop_per_s / TB, node.gpu_bytes_per_s / GB,
+        node.htod_bytes_per_s / GB, node.dtoh_bytes_per_s / GB,
+    )  # fmt: skip
+    return node
 
 
 def device_name(config: EngineConfig) -> str:

@@ -35,7 +35,13 @@ from raymoe.measure.jobs import (
 from raymoe.measure.timing import KernelJob
 from raymoe.model.device_experts import make_device_experts
 from raymoe.schedule.graph import Op, Resource, Task
-from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec
+from raymoe.specs.hardware import (
+    GPU_PRODUCT_FRACTION,
+    HOPPER_PRODUCT_FRACTION,
+    Curve,
+    DeviceCurves,
+    HardwareSpec,
+)
 from raymoe.specs.weight_format import Fp8Block, Mxfp4, WeightFormat
 from raymoe.units import GIB, MIB, ceil_div
 
@@ -190,6 +196,10 @@ KV_BYTES = 512 * MIB  # read by a decode step
 PROMPT_TOKENS = 8192  # of a prefill step
 NUM_STATES = 256  # of 2 MiB each, updated by a decode step
 SMALL_EXPERT, SMALL_ROWS = 128, 2
+QUICK_S, QUICK_SIZE = 2.0, 4096
+HOPPER = (9, 0)
+# Of cuBLAS's rate, that of our kernels without its asynchronous copies: an estimate, as in presets.
+HOPPER_KERNEL_SHARE = HOPPER_PRODUCT_FRACTION / GPU_PRODUCT_FRACTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +273,57 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
         rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
         del copies, jobs
         node = with_device(host, free_gpu_bytes(index), link, rates)
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return replace(node, has_bfloat16=has_bfloat16)
+        return replace(node, has_bfloat16=_half() == torch.bfloat16)
+
+
+def measure_gpu_quickly(
+    host: HardwareSpec, free_bytes: int, seconds: float = QUICK_S, index: int = 0
+) -> HardwareSpec:
+    """Add the rates of a GPU that no preset knows, without curves, to those of its host.
+
+    Products are cuBLAS's, less what kernels in Triton leave of those on Hopper and later.
+    """
+    api = TorchCuda(index)
+    with api.thread_context():
+        dtype = _half()
+        copies = make_copies(api.device)
+        source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=api.device)
+        left, right, out = torch.ones(3, QUICK_SIZE, QUICK_SIZE, dtype=dtype, device=api.device)
+        api.wait_stream(torch.cuda.current_stream(api.device))
+        has_hopper = torch.cuda.get_device_capability(api.device) >= HOPPER
+        share = HOPPER_KERNEL_SHARE if has_hopper else 1.0
+        calls: list[tuple[float, Call]] = [
+            (2 * share * QUICK_SIZE**3, partial(torch.mm, left, right, out=out)),
+            (2 * READ_BYTES, partial(source[0].copy_, source[1])),
+            (copies.num_bytes, copies.htod),
+            (copies.num_bytes, copies.dtoh),
+        ]
+        products, reads, htod, dtoh = quick_rates(api, calls, seconds)
+        del copies, source, left, right, out, calls
+        torch.cuda.empty_cache()
+        return replace(
+            host,
+            gpu_memory_bytes=free_bytes,
+            gpu_bytes_per_s=reads,
+            gpu_flop_per_s=products,
+            htod_bytes_per_s=htod,
+            dtoh_bytes_per_s=dtoh,
+            has_bfloat16=dtype == torch.bfloat16,
+        )
+
+
+def quick_rates(
+    api: CudaApi[StreamT, EventT], calls: Sequence[tuple[float, Call]], seconds: float
+) -> list[float]:
+    """Amount per second of each call, of which a call does the amount given, one after another."""
+    stream = api.new_stream()
+    each_s = seconds / len(calls)
+    return [amount / seconds_on_stream(api, stream, [call], each_s) for amount, call in calls]
+
+
+def _half() -> torch.dtype:
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def with_device(
@@ -379,9 +438,7 @@ def experts_layer(
 
 def make_jobs(device: torch.device) -> DeviceJobs:
     """Projections and experts with random weights that exceed the device's caches."""
-    dtype = (
-        torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.half
-    )
+    dtype = _half()
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)

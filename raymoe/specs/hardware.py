@@ -291,7 +291,9 @@ def _check_positive(spec: object, fields: Iterable[str]) -> None:
 
 USABLE_FRACTION = 0.85  # of host memory: Ray kills processes of a node that is 95 % full
 GPU_READ_FRACTION = 0.75
-GPU_PRODUCT_FRACTION = 0.65
+GPU_PRODUCT_FRACTION = 0.65  # of the peak
+# Of kernels without Hopper's asynchronous copies and persistent tiles; an estimate, not measured.
+HOPPER_PRODUCT_FRACTION = 0.36
 NUM_COPIES = 3
 
 
@@ -333,8 +335,7 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
 
 _PCIE4, _PCIE5 = 24.3, 48.6
 _A6000, _L40S, _A100 = (GPU_PRODUCT_FRACTION * peak for peak in (155, 362, 312))
-# Kernels without Hopper's asynchronous copies and persistent tiles; an estimate, not measured.
-_HOPPER = 0.36 * 989
+_HOPPER = HOPPER_PRODUCT_FRACTION * 989
 # Published throughput of MoE-Lightning (its files of settings S1 and S2) over a simulation of its
 # policies with these rates: its prefill is slow, and link and products of the T4 are guesses.
 _T4_SHARE, _L4_SHARE = (0.34, 0.55), (0.59, 0.97)
@@ -354,18 +355,20 @@ _NODES = (
 HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
 
 
-# In names of what has only a part of a card's rates.
-_PARTS = {"mig", "laptop", "mobile", "max", "ada"}
+# In names of what has only a part of a card's rates, or others.
+_PARTS = {"mig", "laptop", "mobile", "max", "ada", "pcie", "nvl", "40gb", "d"}
+_SHARES = re.compile(r"\d+[qabc]")  # of a card that several virtual machines share: A40-48Q
 
 
 def preset_of_gpu(name: str) -> HardwareSpec | None:
     """The preset of the card that a driver calls so, such as "NVIDIA A10G"; None if none is.
 
-    Cloud variants (A10G, T4G) and forms of a card (PCIe, SXM, NVL) count as the card. Parts of a
-    card (MIG), cards for laptops and the Ada generation of workstation cards do not.
+    Cloud variants (A10G, T4G) count as the card. Parts of a card (MIG, virtual GPUs), cards for
+    laptops, the Ada generation of workstation cards, and forms with less power or memory than the
+    one whose rates the preset has (PCIe, NVL, 40 GB) do not.
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
-    if _PARTS & {*words}:
+    if _PARTS & {*words} or any(map(_SHARES.fullmatch, words)):
         return None
     names = (name for word in words for name in (word, word.removesuffix("g")))
     return next((HARDWARE_PRESETS[name] for name in names if name in HARDWARE_PRESETS), None)

@@ -45,9 +45,23 @@ def test_a_card_without_a_profile_has_the_rates_of_its_preset(
     found = node(PROFILE.without_gpu(), monkeypatch)
     assert found.gpu_bytes_per_s == HARDWARE_PRESETS["a10"].gpu_bytes_per_s
     assert found.gpu_memory_bytes == FREE
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Tesla V100")
-    with pytest.raises(ConfigError, match="'NVIDIA Tesla V100' is none of the presets"):
-        node(PROFILE.without_gpu(), monkeypatch)
+
+
+def test_a_card_without_a_profile_or_a_preset_is_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
+        assert not host.has_gpu
+        return replace(host.with_gpu_of(PROFILE, free_bytes), gpu_flop_per_s=71e12)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(engine_node, "measure_gpu_quickly", measure)
+    with caplog.at_level("INFO", logger=engine_node.__name__):
+        found = node(PROFILE.without_gpu(), monkeypatch)
+    assert (found.gpu_flop_per_s, found.gpu_memory_bytes) == (71e12, FREE)
+    assert "no preset has the rates of the GPU 'NVIDIA GeForce RTX 3090'; measured: 71 TFLOP/s" in (
+        caplog.text
+    )
 
 
 @pytest.mark.parametrize(("cores", "left"), [(16, 14), (4, 2), (3, 2), (2, 1), (1, 1)])
@@ -146,3 +160,23 @@ def test_tokens_of_an_idle_gpu_are_those_of_the_cores(tmp_path: Path) -> None:
             assert engine.plan.schedule == "in_place"
             rows[device] = engine.generate(["one", "two"], SamplingParams(max_tokens=8))
     assert [row.token_ids for row in rows["auto"]] == [row.token_ids for row in rows["cpu"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "is_told"),
+    [({}, True, True), ({}, False, False), ({"device": "cpu"}, True, False),
+     ({"schedule": "in_place"}, True, False)],
+)  # fmt: skip
+def test_a_gpu_that_torch_does_not_see_is_told_where_the_device_is_auto(
+    options: dict[str, str],
+    has_gpu: bool,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setattr(load, "has_nvidia_gpu", lambda: has_gpu)
+    monkeypatch.setattr(load, "why_no_gpu", lambda: "the driver is too old")
+    load._check_gpu(EngineConfig(**options), "cpu")  # type: ignore[arg-type]
+    told = [str(each.message) for each in recwarn]
+    said = "this machine has a GPU, but the engine runs on the CPU: the driver is too old. "
+    assert told == [f"{said}device='cpu' says that this is meant"] * is_told

@@ -17,6 +17,7 @@ from raymoe.measure.gpu import (
     StreamRun,
     measure_link,
     measure_rates,
+    quick_rates,
     seconds_on_stream,
     with_device,
 )
@@ -102,6 +103,13 @@ def test_every_rate_of_the_link_is_that_of_its_own_copies() -> None:
         assert rate == pytest.approx(1000 / step_s, rel=1e-2)
     assert calls, "the CPU had nothing to do while the link was measured"
     assert 5e6 / 1.0 < rates.busy_attention < 5e6 / 0.001
+
+
+def test_quick_rates_are_what_a_call_does_in_its_share_of_the_time() -> None:
+    api = FakeCuda()
+    calls = [(6000.0, steps(api, 1)), (6000.0, steps(api, 3))]
+    assert quick_rates(api, calls, 2e4) == pytest.approx([6000.0, 2000.0], rel=1e-2)
+    assert len(api.streams) == 1
 
 
 class LoggingCuda(FakeCuda):
