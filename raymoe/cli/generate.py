@@ -717,7 +717,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
             raise ConfigError(f"{name}: {error}") from error
     config = EngineConfig.from_dict(fields)
     if config.device == "cuda" and not has_cluster():  # engines run here
-        from raymoe.device.cuda import check_cuda  # noqa: PLC0415 - it imports torch
+        from raymoe.device.find_gpu import check_cuda  # noqa: PLC0415 - it imports torch
 
         check_cuda()
     return config

@@ -583,7 +583,21 @@ def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":
     # A driver only names `MoEGenerator`; torch loads where a generator is made.
     from raymoe.engine.engine import Engine  # noqa: PLC0415
 
+    if config.device == "auto" and config.schedule != "in_place" and _has_gpu_of_ray():
+        from raymoe.device.find_gpu import check_cuda  # noqa: PLC0415 - loads torch, as above
+
+        check_cuda()  # else it would hold a GPU and run on the CPU
     return Engine.from_pretrained(model_source, config)
+
+
+def _has_gpu_of_ray() -> bool:
+    """Whether Ray has given GPUs to this process, which is an actor's."""
+    import ray  # noqa: PLC0415 - engines without Ray do not need it
+
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.get_accelerator_ids().get("GPU"))
 
 
 def _identify(model_source: str | Path) -> "ModelIdentity":

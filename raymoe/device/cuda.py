@@ -34,6 +34,7 @@ from raymoe.device.cuda_api import (
     TorchCuda,
 )
 from raymoe.device.device import MemoryLedger, T
+from raymoe.device.find_gpu import check_compiler, check_cuda, read_text
 from raymoe.device.lane import (
     Call,
     Cancelled,
@@ -54,7 +55,6 @@ from raymoe.units import MIB, format_bytes
 PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
 _MASK_BITS = 1024  # upper bound of NUMA nodes
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 SetPolicy = Callable[[int, int | None], None]
 
@@ -73,10 +73,10 @@ def find_place(
     """Return the NUMA node of a GPU; None if there is only one node or it is not known."""
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
     nodes = {
-        int(path.name.removeprefix("node")): parse_cpus(_text(path / "cpulist"))
+        int(path.name.removeprefix("node")): parse_cpus(read_text(path / "cpulist"))
         for path in (root / "sys/devices/system/node").glob("node[0-9]*")
     }
-    node = int(_text(root / "sys/bus/pci/devices" / pci_address / "numa_node") or -1)
+    node = int(read_text(root / "sys/bus/pci/devices" / pci_address / "numa_node") or -1)
     cpus = nodes.get(node, frozenset()) & allowed
     if len(nodes) < 2 or not cpus:
         return None
@@ -154,13 +154,6 @@ def _set_policy(policy: int, node: int | None) -> None:
         None if node is None else mask,
         ctypes.c_ulong(0 if node is None else _MASK_BITS),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 class CudaLane(Generic[StreamT, EventT]):
@@ -353,42 +346,6 @@ class CudaDevice(Generic[StreamT, EventT]):
         )
 
 
-def check_cuda(index: int = 0, root: Path = Path("/")) -> None:
-    """Raise ConfigError if torch sees no such GPU, with the reason as far as it is known.
-
-    Args:
-        root: Contains proc; tests use their own tree.
-    """
-    count = torch.cuda.device_count()
-    if index >= count:
-        reason = f"torch sees {count} of them" if count else _why_no_gpu(root)
-        raise ConfigError(
-            f"the device is 'cuda', but there is no GPU {index}: {reason}; or choose the device "
-            "'cpu'"
-        )
-
-
-def _why_no_gpu(root: Path) -> str:
-    visible = os.environ.get(VISIBLE_GPUS)  # noqa: TID251 - a list of CUDA's and no setting of ours
-    driver = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
-    reasons = []
-    if not driver:
-        reasons.append(
-            "no NVIDIA driver is visible here (in a container: start it with --gpus all)"
-        )
-    if torch.version.cuda is None:
-        reasons.append(f"torch {torch.__version__} is built without CUDA (pytorch.org has builds)")
-    if visible is not None and visible.strip() in ("", "-1"):
-        reasons.append(
-            f"{VISIBLE_GPUS} is {visible[:40]!r} (a Ray actor sees those of its num_gpus)"
-        )
-    unknown = (
-        f"torch {torch.__version__} for CUDA {torch.version.cuda} finds none with the driver "
-        f"{driver[:80]!r} (nvidia-smi says whether it works)"
-    )
-    return ", and ".join(reasons) or unknown
-
-
 def free_gpu_bytes(index: int = 0) -> int:
     """Free memory of a GPU beside what the context and torch's libraries take in this process.
 
@@ -421,9 +378,10 @@ def open_cuda(
     `memory_bytes` limits torch's allocator too; None uses what is free now, less 512 MiB for torch.
 
     Raises:
-        ConfigError: There is no such GPU, or torch was built without CUDA.
+        ConfigError: There is no such GPU, or Triton cannot compile kernels for it.
     """
     check_cuda(index)
+    check_compiler(torch.cuda.get_device_capability(index))
     driver = TorchCuda(index)
     driver.limit_memory(memory_bytes)
     if memory_bytes is None:

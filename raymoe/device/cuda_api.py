@@ -4,7 +4,6 @@ torch.cuda is used only inside methods, so this module imports on machines witho
 """
 
 import ctypes
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -280,7 +279,7 @@ class PinnedMemory:
             if reason is not None:
                 self.close()
                 done = f"{format_bytes(address - begin)} of {format_bytes(num_bytes)}"
-                return f"{reason} after {done}{_limit()}"
+                return f"{reason} after {done}"
             self._addresses.append(address)
         self.seconds = time.perf_counter() - start_s
         return None
@@ -293,10 +292,3 @@ class PinnedMemory:
         """Unregister all ranges, then raise the first refusal."""
         addresses, self._addresses = self._addresses, []
         call_all([partial(self._registrar.unregister, address) for address in addresses])
-
-
-def _limit() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return ""
-    return f"; locked memory is limited to {format_bytes(soft)} (ulimit -l)"

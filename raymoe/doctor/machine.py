@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -38,12 +37,13 @@ def checks(target: Target) -> list[Check]:
     host = read_host()
     found = [Check("raymoe", lambda: Outcome(f"{__version__}, Python {platform.python_version()}"))]
     found += [Check(name, partial(package, name)) for name in _packages(target)]
+    if target.device == "cuda":
+        found.append(Check("compiler", compiler))
     return [
         *found,
         Check("cores", partial(cores, host)),
         Check("memory", partial(memory, host)),
         Check("huge pages", huge_pages),
-        Check("locked memory", partial(locked_memory, target)),
         Check("shared memory", partial(shared_memory, host)),
         Check("cache", cache),
     ]
@@ -80,6 +80,17 @@ def _allowed(name: str) -> SpecifierSet:
     return next((each.specifier for each in needed if each.name == name), SpecifierSet())
 
 
+def compiler() -> Outcome:
+    """Whether Triton can compile its kernels, which it does when they first run."""
+    from raymoe.device.find_gpu import why_not_compiled  # noqa: PLC0415 - it imports torch
+
+    reason = why_not_compiled()
+    if reason:
+        advice = "every kernel of raymoe on the GPU needs it, once"
+        return Outcome(reason, Status.FAILED, advice)
+    return Outcome("Triton finds a C compiler, Python's headers and libcuda")
+
+
 def cores(host: HostInfo) -> Outcome:
     count = os.cpu_count() or host.num_cores
     value = f"{host.num_cores} of {count}, {host.num_physical_cores} physical"
@@ -110,20 +121,6 @@ def huge_pages(root: Path = Path("/")) -> Outcome:
         return Outcome(mode)
     advice = f"kernels read weights and KV faster from huge pages: echo madvise > {path}"
     return Outcome(mode, Status.WARNING, advice)
-
-
-def locked_memory(target: Target) -> Outcome:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return Outcome("unlimited")
-    value = f"at most {format_bytes(limit)}"
-    if target.device != "cuda":
-        return Outcome(f"{value}; only a GPU needs more")
-    advice = (
-        "if weights cannot be pinned (row 'pinning'), they go through a staging ring at half the "
-        "rate: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    )
-    return Outcome(value, Status.WARNING, advice)
 
 
 def shared_memory(host: HostInfo, directory: Path = Path("/dev/shm")) -> Outcome:

@@ -9,6 +9,7 @@ import torch
 
 from raymoe import _native
 from raymoe.device.cuda_api import CudaApi, EventT, PinnedMemory, StreamT, TorchCuda
+from raymoe.device.find_gpu import has_nvidia_gpu, why_no_gpu
 from raymoe.device.host import read_host
 from raymoe.device.threads import set_num_threads, torch_on_all_cores
 from raymoe.doctor.examine import Check, Outcome, Status, Target
@@ -112,16 +113,11 @@ def staging_copy() -> Outcome:
 
 
 def no_gpu(root: Path = Path("/")) -> Outcome:
-    if not (root / "proc/driver/nvidia/version").exists():
+    if not has_nvidia_gpu(root):
         return Outcome("none", Status.SKIPPED)
-    cuda = torch.version.cuda
-    advice = (
-        f"torch {torch.__version__} is built without CUDA: install one that is (pytorch.org)"
-        if cuda is None
-        else f"torch is built for CUDA {cuda}: see nvidia-smi for the driver, and whether this "
-        "process may see the GPU (CUDA_VISIBLE_DEVICES, docker --gpus)"
+    return Outcome(
+        "there is an NVIDIA GPU or its driver, but torch sees none", Status.FAILED, why_no_gpu(root)
     )
-    return Outcome("there is a driver of NVIDIA, but torch sees no GPU", Status.FAILED, advice)
 
 
 def gpu() -> Outcome:
@@ -153,8 +149,8 @@ def pinning() -> Outcome:
     reason = pinned.register()
     if reason is not None:
         advice = (
-            "weights go through a staging ring at half the rate of the link or less: raise the "
-            "limit of locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1)"
+            "weights go through a staging ring at half the rate of the link or less: free "
+            "host memory, or give the container more"
         )
         return Outcome(f"refused for {format_bytes(num_bytes)}: {reason}", Status.FAILED, advice)
     pinned.close()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.cuda import check_cuda
+from raymoe.device.find_gpu import check_cuda, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
@@ -126,8 +126,7 @@ def _load_parts(
 ) -> EngineParts:
     device = device_name(config)
     _check_schedule(config, device)
-    if config.device == "cuda":
-        check_cuda()
+    _check_gpu(config, device)
     tell("reading the model's files")
     directory = resolve_model(path)
     check_adapter(directory, is_ignored=config.ignore_adapter)
@@ -163,6 +162,19 @@ def _load_parts(
         if shared is not None:
             shared.close()
         raise
+
+
+def _check_gpu(config: EngineConfig, device: str) -> None:
+    if config.device == "cuda":
+        check_cuda()
+    is_left_out = config.device == "auto" and device == "cpu" and config.schedule != "in_place"
+    if is_left_out and has_nvidia_gpu():
+        warnings.warn(
+            f"this machine has a GPU, but the engine runs on the CPU: {why_no_gpu()}. "
+            "device='cpu' says that this is meant",
+            PerformanceWarning,
+            stacklevel=2,
+        )
 
 
 def _check_shared(parts: EngineParts, directory: Path, files: str) -> None:

@@ -273,8 +273,7 @@ def _is_pinned(memory: Tensor, device: Device) -> bool:
     warnings.warn(
         f"cannot pin {format_bytes(memory.nbytes)} of weights ({reason}): they go through a pinned "
         "staging ring, which reads and writes host memory once more for every byte loaded and "
-        "takes a core. Raise the limit of locked memory (ulimit -l, or the container's memory) "
-        "to avoid it.",
+        "takes a core. Give the container more memory to avoid it, or a plan with less.",
         PerformanceWarning,
         stacklevel=2,
     )

@@ -16,8 +16,9 @@ import torch
 
 from raymoe.bench.gpu.settings import NodeSettings
 from raymoe.config import EngineConfig, Settings
-from raymoe.device.cuda import RESERVE_BYTES, check_cuda
+from raymoe.device.cuda import RESERVE_BYTES
 from raymoe.device.cuda_api import TorchCuda
+from raymoe.device.find_gpu import check_cuda
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.engine.node import find_node
 from raymoe.engine.release import return_memory

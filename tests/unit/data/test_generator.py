@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import raymoe
+from raymoe.data import generator
 from raymoe.data.generator import MoEGenerator, check_arguments, should_leave_process
-from raymoe.errors import ConfigError
+from raymoe.device import find_gpu
+from raymoe.errors import CheckpointError, ConfigError
 
 
 def test_a_driver_that_names_the_operator_loads_no_torch():
@@ -49,6 +51,15 @@ def test_wrong_arguments_are_named_by_the_class_and_by_the_check_on_the_driver(
     for refuse in (lambda: MoEGenerator(*args, **kwargs), lambda: check_arguments(args, kwargs)):
         with pytest.raises(ConfigError, match=re.escape(message)):
             refuse()
+
+
+def test_an_actor_that_holds_a_gpu_does_not_run_on_the_cpu_unasked(monkeypatch, tmp_path):
+    monkeypatch.setattr(generator, "_has_gpu_of_ray", lambda: True)
+    monkeypatch.setattr(find_gpu.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"there is no GPU 0: .*or choose the device 'cpu'"):
+        MoEGenerator(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        MoEGenerator(tmp_path, engine_config={"device": "cpu"})
 
 
 def test_arguments_are_known_by_name_however_they_are_given():

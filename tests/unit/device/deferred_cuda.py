@@ -195,5 +195,5 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Def
 
 def use_device(monkeypatch: pytest.MonkeyPatch, open_cuda: Callable[..., CudaDevice]) -> None:
     """Give engines this device in the place of a GPU."""
-    monkeypatch.setattr(load, "check_cuda", lambda: None)
+    monkeypatch.setattr(load, "_check_gpu", lambda *_: None)
     monkeypatch.setattr(rank_model, "open_cuda", open_cuda)

@@ -68,16 +68,6 @@ def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
     assert machine.huge_pages(tmp_path).status == status
 
 
-def test_a_limit_of_locked_memory_matters_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = machine.resource
-    monkeypatch.setattr(limits, "getrlimit", lambda _which: (64 * 1024, 64 * 1024))
-    assert machine.locked_memory(CPU).status == Status.OK
-    assert machine.locked_memory(CUDA).status == Status.WARNING
-    unlimited = (limits.RLIM_INFINITY,) * 2
-    monkeypatch.setattr(limits, "getrlimit", lambda _which: unlimited)
-    assert machine.locked_memory(CUDA).status == Status.OK
-
-
 def test_little_shared_or_free_memory_and_a_busy_machine_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
