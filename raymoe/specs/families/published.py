@@ -192,14 +192,14 @@ def _granitemoehybrid(config: dict[str, object], values: Mapping[str, object]) -
         for name in ("mamba_n_heads", "mamba_expand", "hidden_size")
     )
     width, value_dim = expand * hidden_size, values.get("mamba_d_head")
-    value_dim = width // num_heads if value_dim in {"auto", None} else value_dim
+    value_dim = width // num_heads if value_dim in ("auto", None) else value_dim
     if not isinstance(value_dim, int) or num_heads * value_dim != width:
         raise ConfigError(
             f"mamba_n_heads is {num_heads} and mamba_d_head {value_dim!r}; their product must be "
             f"mamba_expand x hidden_size ({width})"
         )
     kind = config.get("position_embedding_type")
-    if kind not in {"rope", "nope", None}:
+    if kind not in ("rope", "nope", None):
         raise UnsupportedModelError(
             f"position_embedding_type = {kind!r} is not supported; supported: rope, nope, null"
         )
@@ -225,9 +225,9 @@ def _nemotron_h(config: dict[str, object], values: Mapping[str, object]) -> dict
     mixers: list[str] = []
     networks: dict[int, str] = {}
     for kind in found if isinstance(found, list) else [found]:
-        if kind in {LINEAR, FULL}:
+        if kind in (LINEAR, FULL):
             mixers.append(kind)
-        elif kind in _NETWORKS and mixers and len(mixers) - 1 not in networks:
+        elif kind in [*_NETWORKS] and mixers and len(mixers) - 1 not in networks:
             networks[len(mixers) - 1] = _NETWORKS[kind]
         else:
             raise UnsupportedModelError(
@@ -296,7 +296,7 @@ def _rename_layers(config: dict[str, object], values: Mapping[str, object], name
     if found is None:
         found = [LINEAR] * _num_layers(values)
     if isinstance(found, list):
-        found = [_RENAMED.get(kind, kind) for kind in found]
+        found = [_RENAMED.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
     config[name] = found
 
 
