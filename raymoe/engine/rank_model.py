@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from raymoe.engine.step_costs import EmulatedTiming, split_choice
 from raymoe.errors import PerformanceWarning
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import packed_linear_is_used
-from raymoe.kernels.elementwise import Routing
+from raymoe.kernels.elementwise import Routing, choose
 from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
@@ -262,7 +262,11 @@ def load_streamed(
 def _prepare(model: RankModel, decoder: Decoder, max_tokens: int, device: Device) -> None:
     """Wait for what was copied, reserve memory for intermediates and compile kernels."""
     device.synchronize()
-    compile_kernels = partial(_compile, model, decoder, max_tokens, device.torch_device)
+
+    def compile_kernels() -> None:
+        if device.torch_device.type == "cuda":
+            _compile(model, decoder, max_tokens, device.torch_device)
+
     device.prepare(model.workspace_bytes, compile_kernels)
 
 
@@ -400,9 +404,7 @@ def load_resident(
 
 
 def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.device) -> None:
-    """Compile the kernels of all steps on a GPU."""
-    if device.type != "cuda":
-        return
+    """Compile the kernels of all steps on a GPU, that of sampling too."""
     # Steps have buffers for hidden states and for sums in float32; here both are allocated.
     token_bytes = model.spec.hidden_size * (model.dtype.itemsize + torch.float32.itemsize)
     max_tokens = min(max_tokens, COMPILE_BYTES // token_bytes)
@@ -417,6 +419,9 @@ def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.
 
     compile_experts(model.spec, compute, max_tokens, dtype=model.dtype, device=device)
     compile_attention(decoder, model.kv_layouts, max_tokens, dtype=model.dtype, device=device)
+    if model.spec.head == "lm":
+        logits_RV = torch.zeros(1, model.spec.vocab_size, dtype=model.dtype, device=device)
+        choose(logits_RV, torch.zeros(1, 4, dtype=torch.int64, device=device))
 
 
 def _load_pages(model: RankModel, device: Device) -> WeightPages:

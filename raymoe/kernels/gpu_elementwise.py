@@ -484,7 +484,7 @@ def _sum_all(values_GX: tl.tensor) -> tl.tensor:
     return tl.sum(tl.sum(values_GX, 1), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["logits_ptr", "ids_ptr", "weights_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["logits_ptr", "bias_ptr", "ids_ptr", "weights_ptr"])
 def route_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,

@@ -107,7 +107,10 @@ LAUNCH_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 LAST_PLACE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_expert", "end_expert"])
+@triton.jit(
+    do_not_specialize=["num_rows", "first_expert", "end_expert"],
+    do_not_specialize_on_alignment=["ids_ptr"],
+)
 def align_kernel(
     ids_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -387,7 +390,7 @@ def _load_bias(
     return tl.load(bias_ptr + outputs_O, mask=is_output_O, other=0).to(tl.float32)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights_ptr"])
 def combine_kernel(
     rows_ptr: tl.tensor,
     places_ptr: tl.tensor,
@@ -422,7 +425,10 @@ def combine_kernel(
     tl.store(out_ptr + token * HIDDEN + columns_C, rounded(sum_C, DTYPE, DOT), mask=is_column_C)
 
 
-@triton.jit(do_not_specialize=["first_expert", "end_expert"])
+@triton.jit(
+    do_not_specialize=["first_expert", "end_expert"],
+    do_not_specialize_on_alignment=["ids_ptr", "weights_ptr"],
+)
 def add_kernel(
     rows_ptr: tl.tensor,
     ids_ptr: tl.tensor,
