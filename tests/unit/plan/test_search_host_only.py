@@ -31,7 +31,9 @@ def test_few_rows_leave_the_gpu_idle() -> None:
     assert float(note.split(" tokens/s")[0]) == pytest.approx(streamed.tokens_per_s, rel=0.01)
 
 
-@pytest.mark.parametrize("num_rows", [8, 64, 500])
+@pytest.mark.parametrize(
+    "num_rows", [*(pytest.param(n, marks=pytest.mark.slow) for n in (8, 500)), 64]
+)
 def test_cores_that_compute_experts_beside_the_gpu_beat_both_alone(num_rows: int) -> None:
     workload = replace(FEW, num_rows=num_rows)
     plan = find_plan(MIXTRAL, L4, workload, max_model_len=1024)
@@ -59,6 +61,7 @@ def test_a_named_schedule_is_obeyed() -> None:
     assert (plan.schedule, plan.note) == ("cgopipe", "")
 
 
+@pytest.mark.slow
 def test_a_gpu_too_small_for_a_slot_stays_idle() -> None:
     node = replace(L4, gpu_memory_bytes=GIB)
     plan = find_plan(MIXTRAL, node, replace(FEW, num_rows=5000), max_model_len=1024)

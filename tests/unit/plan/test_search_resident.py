@@ -36,6 +36,7 @@ def test_what_fits_on_the_gpu_stays_there() -> None:
     assert plan.footprint.total < 4 * GIB, "nothing of the model is on the host"
 
 
+@pytest.mark.slow
 def test_resident_is_never_slower_than_a_stream() -> None:
     """On the same node; the stream may keep all weights on the device, and its KV on the host."""
     resident = find_plan(MIXTRAL, H200, WORKLOAD, max_model_len=4096)

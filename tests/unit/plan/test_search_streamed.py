@@ -54,7 +54,7 @@ def check_quality(job: JobOnNode, grid: SearchSpace) -> Candidate:
     return chosen
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+@pytest.mark.parametrize("seed", [*(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1)), 2])
 def test_the_walk_finds_what_trying_everything_finds(seed: int) -> None:
     check_quality(next(random_jobs(seed)), SMALL)
 
@@ -74,6 +74,7 @@ def test_on_random_jobs_the_walk_is_good_and_no_paper_is_faster(number: int) -> 
     check_papers(job, chosen.seconds)
 
 
+@pytest.mark.slow
 def test_no_paper_is_faster_on_its_own_ground() -> None:
     """Mixtral on the L4 host of MoE-Lightning, MTBench."""
     workload = Workload(num_rows=5000, prompt_tokens=77, generated_tokens=128)
@@ -111,6 +112,7 @@ def with_attention(node: HardwareSpec, bytes_per_s: float) -> HardwareSpec:
     return replace(node, host_curves=curves)
 
 
+@pytest.mark.slow
 def test_attention_goes_to_the_gpu_as_the_cpu_weakens() -> None:
     """MoE-Lightning, section 6.3, figure 10: where the CPU is weak, KV stays with the GPU."""
     node = hardware_preset("a100")
@@ -129,6 +131,7 @@ def test_attention_goes_to_the_gpu_as_the_cpu_weakens() -> None:
     assert fractions[-1] <= 0.2
 
 
+@pytest.mark.slow
 def test_the_split_on_the_a5000_host_is_that_of_the_kernel() -> None:
     """MoE-Gen, table 10, C2: 6:4 with its kernel, which reads 23.5 GB/s; ours needs no help."""
     node = replace(hardware_preset("a5000"), host_memory_bytes=512 * GIB)

@@ -150,6 +150,7 @@ def test_a_model_that_fits_is_resident_with_the_states_of_its_rows() -> None:
     assert resident.policy.num_kv_blocks * 32 >= MODEL.max_model_len
 
 
+@pytest.mark.slow
 def test_rows_are_few_where_the_longest_one_takes_most_of_the_host() -> None:
     """Its KV is there, which would come with the states of hundreds of other rows."""
     small = replace(NODE, host_memory_bytes=MODEL.weight_bytes(2) - 30 * GIB)
@@ -159,6 +160,7 @@ def test_rows_are_few_where_the_longest_one_takes_most_of_the_host() -> None:
     assert few.footprint.total <= small.host_memory_bytes
 
 
+@pytest.mark.slow
 def test_streamed_plans_have_states_on_the_gpu_where_host_memory_is_slow() -> None:
     slow = replace(NODE, host_bytes_per_s=NODE.host_bytes_per_s / 20)
     streamed = plan(node=slow, schedule="micro_batches")

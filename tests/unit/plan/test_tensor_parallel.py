@@ -90,6 +90,7 @@ def test_one_rank_adds_up_nothing() -> None:
     assert cost(2, T4).all_reduce_s(0) == 0
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_part_is_that_of_a_rank() -> None:
     model = model_preset("mixtral-8x7b")
     plan = find_plan(model, T4, MTBENCH, tensor_parallel_size=2)

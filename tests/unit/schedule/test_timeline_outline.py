@@ -12,8 +12,16 @@ from raymoe.schedule.timeline import Outline, simulate
 from tests.unit.schedule.costs import TaskCost
 from tests.unit.schedule.forms import BUILDER_NAMES, step_forms, uniform_form
 
+IN_THE_DEFAULT_RUN = ("micro_batches", "vslpipe")
 
-@pytest.mark.parametrize("name", BUILDER_NAMES)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_THE_DEFAULT_RUN else pytest.mark.slow)
+        for name in BUILDER_NAMES
+    ],
+)
 @given(data=st.data())
 def test_an_outline_takes_as_long_as_its_schedule(name: str, data: st.DataObject) -> None:
     schedule = STREAMING_BUILDERS[name](data.draw(step_forms(name)))
