@@ -35,13 +35,7 @@ from raymoe.measure.jobs import (
 from raymoe.measure.timing import KernelJob
 from raymoe.model.device_experts import make_device_experts
 from raymoe.schedule.graph import Op, Resource, Task
-from raymoe.specs.hardware import (
-    GPU_PRODUCT_FRACTION,
-    HOPPER_PRODUCT_FRACTION,
-    Curve,
-    DeviceCurves,
-    HardwareSpec,
-)
+from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, expert_shares
 from raymoe.specs.weight_format import Fp8Block, Mxfp4, WeightFormat
 from raymoe.units import GIB, MIB, ceil_div
 
@@ -198,8 +192,7 @@ NUM_STATES = 256  # of 2 MiB each, updated by a decode step
 SMALL_EXPERT, SMALL_ROWS = 128, 2
 QUICK_S, QUICK_SIZE = 2.0, 4096
 HOPPER = (9, 0)
-# Of cuBLAS's rate, that of our kernels without its asynchronous copies: an estimate, as in presets.
-HOPPER_KERNEL_SHARE = HOPPER_PRODUCT_FRACTION / GPU_PRODUCT_FRACTION
+HOPPER_KERNEL_SHARE = 0.66  # of cuBLAS's rate, that of our kernels in bfloat16, on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +283,9 @@ def measure_gpu_quickly(
         source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=api.device)
         left, right, out = torch.ones(3, QUICK_SIZE, QUICK_SIZE, dtype=dtype, device=api.device)
         api.wait_stream(torch.cuda.current_stream(api.device))
-        has_hopper = torch.cuda.get_device_capability(api.device) >= HOPPER
-        share = HOPPER_KERNEL_SHARE if has_hopper else 1.0
+        capability = torch.cuda.get_device_capability(api.device)
+        share = HOPPER_KERNEL_SHARE if capability >= HOPPER else 1.0
+        of_8_bits, of_4_bits = expert_shares(capability)
         calls: list[tuple[float, Call]] = [
             (2 * share * QUICK_SIZE**3, partial(torch.mm, left, right, out=out)),
             (2 * READ_BYTES, partial(source[0].copy_, source[1])),
@@ -309,6 +303,8 @@ def measure_gpu_quickly(
             htod_bytes_per_s=htod,
             dtoh_bytes_per_s=dtoh,
             has_bfloat16=dtype == torch.bfloat16,
+            expert_share_of_8_bits=of_8_bits,
+            expert_share_of_4_bits=of_4_bits,
         )
 
 

@@ -167,7 +167,7 @@ class Rates:
         if not rows:
             return 0.0
         if resource is Resource.GPU:
-            return activated * self._gpu_product_s(rows, expert, self._gpu_expert_curve(expert))
+            return activated * self._gpu_experts_s(rows, expert)
         flop = 2 * rows * activated * expert.parameters
         # Where nothing streams, cores have quantised experts packed, and decode them while they
         # multiply: at most at the rate of 16 bits.
@@ -259,21 +259,26 @@ class Rates:
         bytes_s = 2 * share.decode_rows * layer.state_bytes / bytes_per_s
         return max(bytes_s, share.rows * layer.state_flop / flop_per_s)
 
-    def _gpu_expert_curve(self, expert: Matrices) -> Curve | None:
-        curves = self._device_curves
-        if curves is None:
-            return None
+    def _gpu_experts_s(self, rows: float, expert: Matrices) -> float:
+        """Seconds of one expert: by the curve of its number of bits, or else its share."""
         bits = 8 * expert.num_bytes // max(1, expert.parameters)  # and scales beyond it
+        curves, measured, share = self._device_curves, None, 1.0
         if bits >= 16:
-            return curves.expert_flop_per_s
-        return (
-            curves.expert_flop_per_s_of_8_bits if bits >= 8 else curves.expert_flop_per_s_of_4_bits
-        )
+            measured = None if curves is None else curves.expert_flop_per_s
+        elif bits >= 8:
+            measured = None if curves is None else curves.expert_flop_per_s_of_8_bits
+            share = self.hardware.expert_share_of_8_bits
+        else:
+            measured = None if curves is None else curves.expert_flop_per_s_of_4_bits
+            share = self.hardware.expert_share_of_4_bits
+        return self._gpu_product_s(rows, expert, measured, share)
 
-    def _gpu_product_s(self, rows: float, weights: Matrices, measured: Curve | None) -> float:
+    def _gpu_product_s(
+        self, rows: float, weights: Matrices, measured: Curve | None, share: float = 1.0
+    ) -> float:
         if measured is not None:
             return 2 * rows * weights.parameters / measured.at(rows)
-        flop = 2 * (rows + GPU_HALF_EFFICIENCY_ROWS) * weights.parameters
+        flop = 2 * (rows + GPU_HALF_EFFICIENCY_ROWS) * weights.parameters / share
         return self.roof_s(Resource.GPU, flop, weights.num_bytes)
 
     def _host_task_s(self, tokens: float) -> float:

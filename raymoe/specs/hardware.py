@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
 from raymoe.specs.files import from_plain, parse_json_object, read_file, to_json, write_file
@@ -152,6 +152,9 @@ class HardwareSpec:
         task_overhead_s: Time of a task beyond its kernels, over the tokens of the step, on a node
             without host_curves; None for a constant of the cost model.
         has_bfloat16: Whether the GPU has products of bfloat16; without, models run in float16.
+        expert_share_of_8_bits: Of `gpu_flop_per_s`, that of experts whose stored weights have 8
+            bits and are decoded beside their products; used without curves.
+        expert_share_of_4_bits: The same for 4 bits.
         measured_share: Lowest and highest throughput that was measured on such a GPU over what a
             plan with these rates predicts for the same policy; None if nothing is known, as of most
             presets, or if the rates were measured on the node.
@@ -173,10 +176,12 @@ class HardwareSpec:
     device_curves: DeviceCurves | None = None
     task_overhead_s: Curve | None = None
     has_bfloat16: bool = True
+    expert_share_of_8_bits: float = 1.0
+    expert_share_of_4_bits: float = 1.0
     measured_share: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, HOST_FIELDS)
+        _check_positive(self, (*HOST_FIELDS, "expert_share_of_8_bits", "expert_share_of_4_bits"))
         for field in ("host_copy_bytes_per_s", "peer_bytes_per_s"):
             if getattr(self, field) != 0:
                 _check_positive(self, [field])
@@ -212,6 +217,8 @@ class HardwareSpec:
             peer_bytes_per_s=0.0,
             device_curves=None,
             has_bfloat16=True,
+            expert_share_of_8_bits=1.0,
+            expert_share_of_4_bits=1.0,
             measured_share=None,
         )
 
@@ -248,6 +255,8 @@ class HardwareSpec:
             host_copy_bytes_per_s=self.host_copy_bytes_per_s or other.host_copy_bytes_per_s,
             device_curves=other.device_curves,
             has_bfloat16=other.has_bfloat16,
+            expert_share_of_8_bits=other.expert_share_of_8_bits,
+            expert_share_of_4_bits=other.expert_share_of_4_bits,
             measured_share=other.measured_share,
         )
 
@@ -292,8 +301,32 @@ def _check_positive(spec: object, fields: Iterable[str]) -> None:
 USABLE_FRACTION = 0.85  # of host memory: Ray kills processes of a node that is 95 % full
 GPU_READ_FRACTION = 0.75
 GPU_PRODUCT_FRACTION = 0.65  # of the peak
-# Of kernels without Hopper's asynchronous copies and persistent tiles; an estimate, not measured.
-HOPPER_PRODUCT_FRACTION = 0.36
+# Of our kernels in bfloat16 with 256 rows of each expert or more, measured on an H200.
+HOPPER_PRODUCT_FRACTION = 0.52
+
+
+class ExpertShares(NamedTuple):
+    """Rates of experts with stored weights of 8 and 4 bits over that of 16 bits."""
+
+    of_8_bits: float
+    of_4_bits: float
+
+
+def expert_shares(capability: tuple[int, int]) -> ExpertShares:
+    """The shares of our kernels' default tiles on a GPU of a compute capability.
+
+    From 9.0 on measured on an H200. Below, the mean of two bounds counted from machine code, of one
+    group of warps alone and of several at best: not measured.
+    """
+    if capability >= (9, 0):
+        return ExpertShares(0.52, 0.25)
+    if capability >= (8, 6):
+        return ExpertShares(0.75, 0.8)
+    if capability >= (8, 0):
+        return ExpertShares(0.52, 0.7)
+    return ExpertShares(0.7, 0.7)  # decoded for torch's products where rows are many
+
+
 NUM_COPIES = 3
 
 
@@ -311,11 +344,12 @@ class _Gpu:
     gb_per_s: float
     tflop_per_s: float
     link_gb_per_s: float
-    has_bfloat16: bool = True
+    capability: tuple[int, int]
     measured_share: tuple[float, float] | None = None
 
 
 def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
+    shares = expert_shares(gpu.capability)
     return HardwareSpec(
         name=name,
         num_cores=host.cores,
@@ -328,7 +362,9 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
         htod_bytes_per_s=gpu.link_gb_per_s * GB,
         dtoh_bytes_per_s=gpu.link_gb_per_s * GB,
         host_copy_bytes_per_s=host.gb_per_s * GB / NUM_COPIES,
-        has_bfloat16=gpu.has_bfloat16,
+        has_bfloat16=gpu.capability >= (8, 0),
+        expert_share_of_8_bits=shares.of_8_bits,
+        expert_share_of_4_bits=shares.of_4_bits,
         measured_share=gpu.measured_share,
     )
 
@@ -340,17 +376,17 @@ _HOPPER = HOPPER_PRODUCT_FRACTION * 989
 # policies with these rates: its prefill is slow, and link and products of the T4 are guesses.
 _T4_SHARE, _L4_SHARE = (0.34, 0.55), (0.59, 0.97)
 _NODES = (
-    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(14.6, 320.0, 25.0, 12.35, False, _T4_SHARE)),
-    _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35, True, _L4_SHARE)),
-    _node("a10", _Host(32, 256, 150.0, 2.9), _Gpu(22.5, 600.0, 65.0, _PCIE4)),
-    _node("a5000", _Host(28, 512, 150.0, 2.5), _Gpu(24.0, 768.0, 72.0, _PCIE4)),
-    _node("a6000", _Host(16, 480, 150.0, 1.5), _Gpu(48.0, 768.0, _A6000, _PCIE4)),
-    _node("a40", _Host(40, 375, 150.0, 5.9), _Gpu(45.0, 696.0, 97.0, 19.5)),
-    _node("4090", _Host(32, 512, 200.0, 3.3), _Gpu(24.0, 1008.0, 140.0, _PCIE4)),
-    _node("l40s", _Host(32, 512, 150.0, 2.7), _Gpu(45.0, 864.0, _L40S, _PCIE4)),
-    _node("a100", _Host(24, 220, 56.0, 1.9), _Gpu(80.0, 2039.0, _A100, _PCIE4)),
-    _node("h100", _Host(40, 320, 140.0, 6.1), _Gpu(79.6, 3350.0, _HOPPER, _PCIE5)),
-    _node("h200", _Host(12, 231, 56.0, 1.5), _Gpu(140.4, 4800.0, _HOPPER, _PCIE5)),
+    _node("t4", _Host(24, 192, 100.0, 0.8), _Gpu(14.6, 320.0, 25.0, 12.35, (7, 5), _T4_SHARE)),
+    _node("l4", _Host(24, 192, 81.6, 1.6), _Gpu(22.5, 300.0, 60.0, 12.35, (8, 9), _L4_SHARE)),
+    _node("a10", _Host(32, 256, 150.0, 2.9), _Gpu(22.5, 600.0, 65.0, _PCIE4, (8, 6))),
+    _node("a5000", _Host(28, 512, 150.0, 2.5), _Gpu(24.0, 768.0, 72.0, _PCIE4, (8, 6))),
+    _node("a6000", _Host(16, 480, 150.0, 1.5), _Gpu(48.0, 768.0, _A6000, _PCIE4, (8, 6))),
+    _node("a40", _Host(40, 375, 150.0, 5.9), _Gpu(45.0, 696.0, 97.0, 19.5, (8, 6))),
+    _node("4090", _Host(32, 512, 200.0, 3.3), _Gpu(24.0, 1008.0, 140.0, _PCIE4, (8, 9))),
+    _node("l40s", _Host(32, 512, 150.0, 2.7), _Gpu(45.0, 864.0, _L40S, _PCIE4, (8, 9))),
+    _node("a100", _Host(24, 220, 56.0, 1.9), _Gpu(80.0, 2039.0, _A100, _PCIE4, (8, 0))),
+    _node("h100", _Host(40, 320, 140.0, 6.1), _Gpu(79.6, 3350.0, _HOPPER, _PCIE5, (9, 0))),
+    _node("h200", _Host(12, 231, 56.0, 1.5), _Gpu(140.4, 4800.0, _HOPPER, _PCIE5, (9, 0))),
 )
 HARDWARE_PRESETS: Mapping[str, HardwareSpec] = {node.name: node for node in _NODES}
 

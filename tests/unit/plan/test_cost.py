@@ -6,7 +6,7 @@ import math
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.cost import OVERHEAD_S, StepCost
+from raymoe.plan.cost import OVERHEAD_S, Rates, StepCost
 from raymoe.plan.work import Matrices, MicroBatchShape, ModelWork, StepLoad
 from raymoe.schedule.builders import STREAMING_BUILDERS, build_resident
 from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
@@ -511,3 +511,17 @@ def test_a_pass_without_waves_or_groups_is_refused() -> None:
         cost_of()
     with pytest.raises(ConfigError, match="1 micro-batches in groups of 0"):
         cost_of(MicroBatchShape.decode(1, 1), group=0)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(16, 1.0), (8, 0.5), (4, 0.25)])
+def test_experts_of_stored_weights_run_at_their_share_of_the_rate(bits: int, share: float) -> None:
+    node = dataclasses.replace(NODE, expert_share_of_8_bits=0.5, expert_share_of_4_bits=0.25)
+    rates = Rates(hardware=node, is_16_bit=True)
+    expert = Matrices(parameters=10**8, num_bytes=10**8 * bits // 8)
+    whole, slower = (
+        Rates(hardware=each, is_16_bit=True).experts_s(Resource.GPU, 4096, 2, expert)
+        for each in (NODE, node)
+    )
+    assert slower == pytest.approx(whole / share)
+    few = rates.experts_s(Resource.GPU, 1, 2, expert)  # the memory limits
+    assert few >= 2 * expert.num_bytes / node.gpu_bytes_per_s
