@@ -37,6 +37,7 @@ from raymoe.kernels.gpu_experts_kernels import (
     down_kernel,
     gate_up_kernel,
     in_planes,
+    num_tiles,
 )
 from raymoe.kernels.gpu_experts_layout import (
     Compute,
@@ -47,6 +48,7 @@ from raymoe.kernels.gpu_experts_layout import (
     alignment_of,
     units_of_step,
 )
+from raymoe.specs.layers import rows_at_once
 
 _COMBINED_COLUMNS = 1024
 
@@ -92,56 +94,76 @@ class GroupedExperts:
             return torch.empty_like(hidden_TH)
         sort, groups = self.align((topk_ids_TK, topk_weights_TK))
         sort.run()
-        gate_up, product_RX = self.gate_up(hidden_TH, groups)
-        gate_up.run()
-        down, rows_RH = self.down(product_RX, groups)
-        del product_RX
-        down.run()
+        hidden_TX = in_planes(hidden_TH, self._gate_up.unit_inputs)
+        rows_RH = self._computed(hidden_TX, groups, range(topk_ids_TK.numel()))
         combine, out_TH = self.combine(rows_RH, groups)
         combine.run()
         return out_TH
 
     def add(self, hidden_TH: Tensor, routing: TopK, group: ExpertGroup) -> None:
+        """Add the outputs of a group, whose rows are computed `rows_at_once` at a time.
+
+        How many rows it has only the device knows, so there are launches for as many as there may
+        be; those beyond its rows do nothing.
+        """
         if not len(hidden_TH):
             return
         sort, groups = self.align(routing, group.experts)
         sort.run()
-        gate_up, product_RX = self.gate_up(hidden_TH, groups)
+        hidden_TX = in_planes(hidden_TH, self._gate_up.unit_inputs)
+        num_rows = routing[0].numel()
+        at_once = rows_at_once(num_rows, len(group.experts) / len(self._table_EA))
+        for first in range(0, num_rows, at_once):
+            rows = range(first, min(first + at_once, num_rows))
+            rows_BH = self._computed(hidden_TX, groups, rows)
+            self.add_rows(rows_BH, routing[0], groups, (group, rows)).run()
+            del rows_BH
+
+    def _computed(self, hidden_TX: Tensor, groups: ExpertGroups, rows: range) -> Tensor:
+        gate_up, product_BX = self.gate_up(hidden_TX, groups, rows)
         gate_up.run()
-        down, rows_RH = self.down(product_RX, groups)
-        del product_RX
+        down, rows_BH = self.down(product_BX, groups, rows)
         down.run()
-        self.add_rows(rows_RH, routing[0], groups, group).run()
+        return rows_BH
 
     def align(self, routing: TopK, experts: range | None = None) -> tuple[Launch, ExpertGroups]:
-        """Return the launch that sorts choices by expert, and what it writes.
-
-        The products compute the rows of `experts`, by default of all.
-        """
+        """Return the launch that sorts choices of `experts`, by default all, and what it writes."""
         num_rows = routing[0].numel()
         shapes = (self._shape(each, num_rows) for each in (self._gate_up, self._down))
         gate_up, down = (shape.rows for shape in shapes)
         return align(routing, len(self._table_EA), (gate_up, down), experts)
 
-    def gate_up(self, hidden_TH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
-        """Return the launch of gate and up and its output, [R, P * ...] in the planes of down."""
-        num_rows, (outputs, _) = groups.places_TK.numel(), self._gate_up.shape
-        shape = self._shape(self._gate_up, num_rows)
+    def gate_up(
+        self, hidden_TX: Tensor, groups: ExpertGroups, rows: range
+    ) -> tuple[Launch, Tensor]:
+        """Return the launch of gate and up for some rows, B of them, and its output.
+
+        Args:
+            hidden_TX: In the planes of gate and up (`in_planes`).
+            rows: They begin at a multiple of `ROWS_ALIGNMENT`.
+
+        Returns:
+            The output is [B, P * ...], in the planes of down.
+        """
+        outputs, _ = self._gate_up.shape
+        shape = self._shape(self._gate_up, groups.places_TK.numel())
         planes = self._down.unit_inputs
-        size = (num_rows, planes * self._down.num_units)
+        size = (len(rows), planes * self._down.num_units)
         # Padding columns are multiplied by codes that do not exist, so they must be zero.
-        make = hidden_TH.new_zeros if outputs % planes else hidden_TH.new_empty
-        product_RX = make(size)
-        tiles = groups.gate_up_tiles_NF
+        make = hidden_TX.new_zeros if outputs % planes else hidden_TX.new_empty
+        product_BX = make(size)
+        tiles = num_tiles(len(rows), shape.rows, groups.experts)
         launch = Launch(
             kernel=gate_up_kernel,
-            grid=(len(tiles) * _blocks(outputs, shape),),
+            grid=(tiles * _blocks(outputs, shape),),
             arguments={
-                "hidden_ptr": in_planes(hidden_TH, self._gate_up.unit_inputs),
+                "hidden_ptr": hidden_TX,
                 "tokens_ptr": groups.tokens_R,
-                "tiles_ptr": tiles,
+                "tiles_ptr": groups.gate_up_tiles_NF,
                 "table_ptr": self._table_EA,
-                "product_ptr": product_RX,
+                "product_ptr": product_BX,
+                "first_row": rows.start,
+                "end_row": rows.stop,
             },
             constants={
                 "GATE": self._gate,
@@ -153,27 +175,29 @@ class GroupedExperts:
             },
             options=_options(shape),
         )
-        return launch, product_RX
+        return launch, product_BX
 
-    def down(self, product_RX: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
-        """Return the launch of down and its output, float32 [R, H]."""
-        num_rows, (outputs, _) = len(product_RX), self._down.shape
-        shape = self._shape(self._down, num_rows)
-        rows_RH = product_RX.new_empty(num_rows, outputs, dtype=torch.float32)
-        tiles = groups.down_tiles_NF
+    def down(self, product_BX: Tensor, groups: ExpertGroups, rows: range) -> tuple[Launch, Tensor]:
+        """Return the launch of down for the same rows and its output, float32 [B, H]."""
+        outputs, _ = self._down.shape
+        shape = self._shape(self._down, groups.places_TK.numel())
+        rows_BH = product_BX.new_empty(len(rows), outputs, dtype=torch.float32)
+        tiles = num_tiles(len(rows), shape.rows, groups.experts)
         launch = Launch(
             kernel=down_kernel,
-            grid=(len(tiles) * _blocks(outputs, shape),),
+            grid=(tiles * _blocks(outputs, shape),),
             arguments={
-                "product_ptr": product_RX,
-                "tiles_ptr": tiles,
+                "product_ptr": product_BX,
+                "tiles_ptr": groups.down_tiles_NF,
                 "table_ptr": self._table_EA,
-                "out_ptr": rows_RH,
+                "out_ptr": rows_BH,
+                "first_row": rows.start,
+                "end_row": rows.stop,
             },
             constants={"DOWN": self._down_constants, **self._common(shape)},
             options=_options(shape),
         )
-        return launch, rows_RH
+        return launch, rows_BH
 
     def combine(self, rows_RH: Tensor, groups: ExpertGroups) -> tuple[Launch, Tensor]:
         """Return the launch of the weighted sums and its output, [T, H]."""
@@ -202,22 +226,31 @@ class GroupedExperts:
         return launch, out_TH
 
     def add_rows(
-        self, rows_RH: Tensor, topk_ids_TK: Tensor, groups: ExpertGroups, group: ExpertGroup
+        self,
+        rows_BH: Tensor,
+        topk_ids_TK: Tensor,
+        groups: ExpertGroups,
+        into: tuple[ExpertGroup, range],
     ) -> Launch:
-        """Return the launch that adds the weighted rows of a group of experts to its sums."""
+        """Return the launch that adds weighted rows of a group of experts to its sums.
+
+        `into` is the group, and which of its rows these are.
+        """
         num_tokens, top_k = groups.places_TK.shape
-        hidden_size = rows_RH.shape[1]
+        hidden_size, (group, rows) = rows_BH.shape[1], into
         return Launch(
             kernel=add_kernel,
             grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
             arguments={
-                "rows_ptr": rows_RH,
+                "rows_ptr": rows_BH,
                 "ids_ptr": topk_ids_TK,
                 "places_ptr": groups.places_TK,
                 "weights_ptr": groups.weights_TK,
                 "sum_ptr": group.sum_TH,
                 "first_expert": group.experts.start,
                 "end_expert": group.experts.stop,
+                "first_row": rows.start,
+                "end_row": rows.stop,
             },
             constants={
                 "HIDDEN": hidden_size,

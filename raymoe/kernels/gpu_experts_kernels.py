@@ -26,20 +26,22 @@ _CHUNK = 1024  # choices that a program of `align_kernel` reads at once
 
 
 class ExpertGroups(NamedTuple):
-    """Rows sorted by expert and, within an expert, by token.
+    """Rows of neighbouring experts, sorted by expert and, within an expert, by token.
 
     Tiles are int32 [N, 5]: expert (-1 for a tile without rows), the expert's first tile, its number
     of tiles, its first row, and its end row (exclusive). The tiles of an expert are consecutive;
     the last one may have fewer rows than the others.
 
     Attributes:
+        experts: Those whose rows are counted, from 0.
         tokens_R: int32, the token of each row.
-        places_TK: int32, the row of each choice of a token.
+        places_TK: int32, the row of each choice of a token; undefined for those of other experts.
         weights_TK: float32, the weight of each choice.
         gate_up_tiles_NF: Tiles of the rows that a program of the first product has.
         down_tiles_NF: Those of the second product.
     """
 
+    experts: range
     tokens_R: Tensor
     places_TK: Tensor
     weights_TK: Tensor
@@ -55,20 +57,25 @@ def align(
     Args:
         routing: Ids are contiguous; the experts of a token are distinct.
         tile_rows: Rows of a tile in the first and in the second product.
-        experts: Those that get tiles; all by default.
+        experts: Those whose rows are sorted; all by default.
     """
     topk_ids_TK, topk_weights_TK = routing
     experts = experts or range(num_experts)
     num_tokens, top_k = topk_ids_TK.shape
     num_rows = num_tokens * top_k
-    sizes = [num_rows // rows + num_experts for rows in tile_rows]
-    tiles = [topk_ids_TK.new_empty(size, TILE_FIELDS) for size in sizes]
+    tiles = [
+        topk_ids_TK.new_empty(num_tiles(num_rows, rows, experts), TILE_FIELDS) for rows in tile_rows
+    ]
     groups = ExpertGroups(
-        topk_ids_TK.new_empty(num_rows), torch.empty_like(topk_ids_TK), topk_weights_TK, *tiles
+        experts,
+        topk_ids_TK.new_empty(num_rows),
+        torch.empty_like(topk_ids_TK),
+        topk_weights_TK,
+        *tiles,
     )
     launch = Launch(
         kernel=align_kernel,
-        grid=(num_experts,),
+        grid=(len(experts),),
         arguments={
             "ids_ptr": topk_ids_TK,
             "tokens_ptr": groups.tokens_R,
@@ -89,6 +96,11 @@ def align(
         options={"num_warps": 4},
     )
     return launch, groups
+
+
+def num_tiles(num_rows: int, tile_rows: int, experts: range) -> int:
+    """The most tiles that so many rows of these experts take."""
+    return num_rows // tile_rows + len(experts)
 
 
 def in_planes(input_TI: Tensor, planes: int) -> Tensor:
@@ -128,24 +140,27 @@ def align_kernel(
 ) -> None:
     """Write the rows and tiles of one expert: its choices in order, after those of lower experts.
 
-    The tiles of an expert that is not among those from first to before end are without rows.
-    Each program counts for itself, so none waits for another.
+    Rows are counted from those of the first expert. Each program counts for itself, so none waits
+    for another.
     """
-    expert = tl.program_id(0)
+    number = tl.program_id(0)
+    expert, is_last = first_expert + number, first_expert + number == end_expert - 1
     numbers_C = tl.arange(0, CHUNK)
     before_C = tl.full([CHUNK], 0, tl.int32)
     count_C = tl.full([CHUNK], 0, tl.int32)
     for begin in range(0, num_rows, CHUNK):
         inside_C = begin + numbers_C < num_rows
         ids_C = tl.load(ids_ptr + begin + numbers_C, mask=inside_C, other=NUM_EXPERTS)
-        before_C += (ids_C < expert).to(tl.int32)
+        before_C += ((ids_C >= first_expert) & (ids_C < expert)).to(tl.int32)
         count_C += (ids_C == expert).to(tl.int32)
     first = tl.sum(before_C)
     end = first + tl.sum(count_C)
-    shown = tl.where(expert >= first_expert, expert, -1)
-    shown = tl.where(expert < end_expert, shown, -1)
-    _write_tiles(gate_up_tiles_ptr, expert, shown, first, end, GATE_UP_ROWS)
-    _write_tiles(down_tiles_ptr, expert, shown, first, end, DOWN_ROWS)
+    _write_tiles(gate_up_tiles_ptr, number, expert, first, end, GATE_UP_ROWS)
+    _write_tiles(down_tiles_ptr, number, expert, first, end, DOWN_ROWS)
+    if is_last:
+        num_experts = end_expert - first_expert
+        _write_no_tiles(gate_up_tiles_ptr, num_experts, end, num_rows, GATE_UP_ROWS, CHUNK)
+        _write_no_tiles(down_tiles_ptr, num_experts, end, num_rows, DOWN_ROWS, CHUNK)
     if first == end:
         return
     place = first
@@ -163,22 +178,24 @@ def align_kernel(
 @triton.jit
 def _write_tiles(
     tiles_ptr: tl.tensor,
+    number: tl.tensor,
     expert: tl.tensor,
-    shown: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
     """Write the tiles of an expert, and those without rows up to the first of the next expert.
 
+    `number` counts experts from the first of the group.
+
     Where an expert begins follows from the rows before it: `a // R + b // R + 1 >= (a + b) // R`
     leaves room for the last, partly filled tile of each.
     """
-    begin_tile = first // ROWS + expert
+    begin_tile = first // ROWS + number
     num_tiles = (end - first + ROWS - 1) // ROWS
-    for tile in range(begin_tile, end // ROWS + expert + 1):
+    for tile in range(begin_tile, end // ROWS + number + 1):
         row_ptr = tiles_ptr + tile * LAUNCH_TILE_FIELDS
-        tl.store(row_ptr, tl.where(tile < begin_tile + num_tiles, shown, -1))
+        tl.store(row_ptr, tl.where(tile < begin_tile + num_tiles, expert, -1))
         tl.store(row_ptr + 1, begin_tile)
         tl.store(row_ptr + 2, num_tiles)
         tl.store(row_ptr + 3, first)
@@ -186,22 +203,48 @@ def _write_tiles(
 
 
 @triton.jit
+def _write_no_tiles(
+    tiles_ptr: tl.tensor,
+    num_experts: tl.tensor,
+    end: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Write that tiles behind those of the last expert are without rows."""
+    numbers_C = tl.arange(0, CHUNK)
+    num_tiles = num_rows // ROWS + num_experts
+    for begin in range(end // ROWS + num_experts, num_tiles, CHUNK):
+        tiles_C = begin + numbers_C
+        tl.store(tiles_ptr + tiles_C * LAUNCH_TILE_FIELDS, -1, mask=tiles_C < num_tiles)
+
+
+@triton.jit
 def _tile(
-    tiles_ptr: tl.tensor, NUM_BLOCKS: tl.constexpr, ROWS: tl.constexpr
+    tiles_ptr: tl.tensor,
+    first_row: tl.tensor,
+    num_programs: tl.tensor,
+    NUM_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Return expert, block of outputs, rows [N] and end row of this program.
 
-    Consecutive programs are the tiles of one expert and block of outputs, so its weights are read
-    once from memory, whatever the cache size.
+    The programs of a launch have the tiles from that of `first_row`, a multiple of `ROWS`, on: no
+    row lies in a tile before, as `a // R + b // R + 1 >= (a + b) // R`. Consecutive programs are
+    the tiles of one expert and block of outputs, so its weights are read once from memory,
+    whatever the cache size.
     """
     program = tl.program_id(0)
-    row_ptr = tiles_ptr + program // NUM_BLOCKS * LAUNCH_TILE_FIELDS
+    first_tile, end_tile = first_row // ROWS, first_row // ROWS + num_programs // NUM_BLOCKS
+    row_ptr = tiles_ptr + (first_tile + program // NUM_BLOCKS) * LAUNCH_TILE_FIELDS
     expert = tl.load(row_ptr)
-    first, count = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    of_expert, count = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
     begin, end = tl.load(row_ptr + 3), tl.load(row_ptr + 4)
-    count = tl.maximum(count, 1)
-    within = program - first * NUM_BLOCKS
-    rows_N = begin + within % count * ROWS + tl.arange(0, ROWS)
+    first = tl.maximum(of_expert, first_tile)
+    count = tl.maximum(tl.minimum(of_expert + count, end_tile) - first, 1)
+    within = program - (first - first_tile) * NUM_BLOCKS
+    tile = first - of_expert + within % count
+    rows_N = begin + tile * ROWS + tl.arange(0, ROWS)
     return expert, within // count, rows_N, end
 
 
@@ -299,13 +342,15 @@ def _project(
     return out_ON
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def gate_up_kernel(
     hidden_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     table_ptr: tl.tensor,
     product_ptr: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
     GATE: tl.constexpr,
     UP: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -325,10 +370,15 @@ def gate_up_kernel(
     Args:
         hidden_ptr: [T, P * units], in planes as GATE reads them.
         tokens_ptr: int32 [R], the token of each row.
-        product_ptr: [R, planes * ...], in planes as `down_kernel` reads them.
+        product_ptr: [B, planes * ...], in planes as `down_kernel` reads them; of the rows from
+            `first_row` to before `end_row`, which alone are computed.
     """
-    expert, block, rows_N, end = _tile(tiles_ptr, (GATE.outputs + OUTPUTS - 1) // OUTPUTS, ROWS)
+    blocks: tl.constexpr = (GATE.outputs + OUTPUTS - 1) // OUTPUTS
+    expert, block, rows_N, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
     if expert < 0:
+        return
+    is_row_N = (rows_N >= first_row) & (rows_N < tl.minimum(end, end_row))
+    if tl.max(is_row_N.to(tl.int32)) == 0:
         return
     row_ptr = table_ptr + expert.to(tl.int64) * TABLE_FIELDS
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -348,38 +398,48 @@ def gate_up_kernel(
     product_ON = rounded(gated_ON, GATE.dtype, GATE.dot)
     width = (GATE.outputs + PLANES_OUT - 1) // PLANES_OUT
     columns_O = outputs_O % PLANES_OUT * width + outputs_O // PLANES_OUT
-    places_ON = (rows_N.to(tl.int64) * (width * PLANES_OUT))[None, :] + columns_O[:, None]
-    tl.store(
-        product_ptr + places_ON, product_ON, mask=is_output_O[:, None] & (rows_N < end)[None, :]
-    )
+    places_N = (rows_N - first_row).to(tl.int64) * (width * PLANES_OUT)
+    places_ON = places_N[None, :] + columns_O[:, None]
+    tl.store(product_ptr + places_ON, product_ON, mask=is_output_O[:, None] & is_row_N[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def down_kernel(
     product_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     table_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
     DOWN: tl.constexpr,
     TABLE_FIELDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Compute down(product) for the rows of one tile and a block of outputs; float32 [R, H]."""
-    expert, block, rows_N, end = _tile(tiles_ptr, (DOWN.outputs + OUTPUTS - 1) // OUTPUTS, ROWS)
+    """Compute down(product) for the rows of one tile and a block of outputs; float32 [B, H].
+
+    Products and results are those of the rows from `first_row` to before `end_row`.
+    """
+    blocks: tl.constexpr = (DOWN.outputs + OUTPUTS - 1) // OUTPUTS
+    expert, block, rows_N, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
     if expert < 0:
+        return
+    end = tl.minimum(end, end_row)
+    is_row_N = (rows_N >= first_row) & (rows_N < end)
+    if tl.max(is_row_N.to(tl.int32)) == 0:
         return
     row_ptr = table_ptr + expert.to(tl.int64) * TABLE_FIELDS
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
-    places_N = tl.minimum(rows_N, end - 1).to(tl.int64) * (DOWN.unit_inputs * DOWN.num_units)
+    read_N = tl.maximum(tl.minimum(rows_N, end - 1), first_row) - first_row
+    places_N = read_N.to(tl.int64) * (DOWN.unit_inputs * DOWN.num_units)
     inputs_ptr = product_ptr + places_N[:, None]
     out_ON = _project(row_ptr, inputs_ptr, outputs_O, DOWN, OUTPUTS, ROWS)
     is_output_O = outputs_O < DOWN.outputs
     if HAS_BIAS:
         out_ON += _load_bias(row_ptr, outputs_O, is_output_O, DOWN)
-    places_ON = (rows_N.to(tl.int64) * DOWN.outputs)[None, :] + outputs_O[:, None]
-    tl.store(out_ptr + places_ON, out_ON, mask=is_output_O[:, None] & (rows_N < end)[None, :])
+    places_ON = ((rows_N - first_row).to(tl.int64) * DOWN.outputs)[None, :] + outputs_O[:, None]
+    tl.store(out_ptr + places_ON, out_ON, mask=is_output_O[:, None] & is_row_N[None, :])
 
 
 @triton.jit
@@ -426,7 +486,7 @@ def combine_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_expert", "end_expert"],
+    do_not_specialize=["first_expert", "end_expert", "first_row", "end_row"],
     do_not_specialize_on_alignment=["ids_ptr", "weights_ptr"],
 )
 def add_kernel(
@@ -437,6 +497,8 @@ def add_kernel(
     sum_ptr: tl.tensor,
     first_expert: tl.tensor,
     end_expert: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -444,8 +506,8 @@ def add_kernel(
 ) -> None:
     """Add weight times row to the sums of one token, float32 [T, H], by ascending expert.
 
-    Only experts from first to before end count; rows of the others are not read. The arithmetic is
-    that of `combine_kernel`.
+    Only experts from first to before end count, and of them the rows from first to before end,
+    which `rows_ptr` holds; others are not read. The arithmetic is that of `combine_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -454,7 +516,11 @@ def add_kernel(
     ids_P = tl.load(ids_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=-1)
     places_P = tl.load(places_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=LAST_PLACE)
     weights_P = tl.load(weights_ptr + token * TOP_K + choices_P, mask=is_choice_P, other=0)
-    places_P = tl.where((ids_P >= first_expert) & (ids_P < end_expert), places_P, LAST_PLACE)
+    is_mine_P = (ids_P >= first_expert) & (ids_P < end_expert)
+    is_mine_P &= (places_P >= first_row) & (places_P < end_row)
+    places_P = tl.where(is_mine_P, places_P - first_row, LAST_PLACE)
+    if tl.min(places_P) == LAST_PLACE:
+        return
     sum_C = tl.load(sum_ptr + token * HIDDEN + columns_C, mask=columns_C < HIDDEN, other=0)
     for _ in range(TOP_K):
         place = tl.min(places_P)

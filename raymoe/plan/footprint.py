@@ -5,6 +5,7 @@ from raymoe.plan.placement import Placement
 from raymoe.plan.policy import KV_BLOCK_TOKENS, Footprint, Policy
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.program import NUM_RETURNED_SUMS
+from raymoe.specs.layers import rows_at_once
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import GIB, MIB
 
@@ -29,7 +30,8 @@ def device_footprint(model: ModelSpec, work: ModelWork, placement: Placement) ->
     if placement.has_host_experts:
         rows += NUM_RETURNED_SUMS * placement.launch_tokens
     sums = rows * work.expert_input * SUM_BYTES
-    intermediates = _intermediates(model, work, placement.launch_tokens)
+    groups = 1 if placement.is_resident else placement.device.expert_groups
+    intermediates = _intermediates(model, work, placement.launch_tokens, groups)
     if placement.states_on_device:
         intermediates += _state_intermediates(work, placement.micro_batch_tokens)
     head = _head_bytes(model, work)
@@ -152,8 +154,8 @@ def _routed(work: ModelWork, tokens: int) -> int:
     return tokens * (elements * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
 
 
-def _intermediates(model: ModelSpec, work: ModelWork, tokens: int) -> int:
-    largest = max(_ffn_intermediates(layer, work, tokens) for layer in work.kinds)
+def _intermediates(model: ModelSpec, work: ModelWork, tokens: int, groups: int) -> int:
+    largest = max(_ffn_intermediates(layer, work, tokens, groups) for layer in work.kinds)
     decoding = 0 if model.quantization is None else DECODING_BYTES
     return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 
@@ -174,18 +176,19 @@ def _state_intermediates(work: ModelWork, tokens: int) -> int:
     return tokens * of_token + SCAN_BYTES
 
 
-def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int) -> int:
+def _ffn_intermediates(layer: LayerWork, work: ModelWork, tokens: int, groups: int) -> int:
     """Bytes of a layer's feed-forward intermediates: torch experts, our tiled kernel or dense.
 
     Torch's experts hold float32 sums of all tokens, and of one expert's rows the inputs and three
     matrices, or results and float32 weighted results and sums. Our kernel holds gated products and
-    float32 results of all rows and a copy of the inputs.
+    float32 results of the rows that it computes at once and a copy of the inputs.
     """
     element, size = work.bytes_per_element, layer.expert_input
     rows, wide = tokens * layer.top_k, layer.expert_hidden
     busiest = min(tokens, UNEVENNESS * rows // max(layer.num_experts, 1))
     of_row = size * element + max(3 * wide * element, 2 * size * FLOAT_BYTES)
     one_by_one = tokens * size * FLOAT_BYTES + busiest * of_row
-    in_tiles = rows * (wide * element + size * FLOAT_BYTES) + tokens * size * element
+    at_once = rows_at_once(rows, 1 / groups)
+    in_tiles = at_once * (wide * element + size * FLOAT_BYTES) + tokens * size * element
     dense = 3 * tokens * layer.common_hidden * element
     return max(one_by_one, in_tiles, dense)

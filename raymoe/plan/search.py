@@ -110,6 +110,8 @@ class Search:
                 best = self._better(best, ring, grid)
                 if best and best.search_point.slot_layers == WHOLE_LAYERS:
                     break
+            else:  # where only a ring fits, of one layer too
+                best = self._better(best, replace(others[3], slot_layers=1.0), grid)
         has_experts = any(layer.num_experts for layer in self.sizes.job.work.kinds)
         if best and self.sizes.has_ring and has_experts:
             fraction = max(everything.cpu_experts_fraction)

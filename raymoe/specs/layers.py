@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 from raymoe.specs.rope import RopeSpec
@@ -493,6 +493,24 @@ class MoeSpec:
     def input_size(self, hidden_size: int) -> int:
         """Width of what an expert reads and writes."""
         return self.latent_size or hidden_size
+
+
+ROWS_ALIGNMENT = 128  # of rows that are computed at once: the most that a tile has
+GROUP_UNEVENNESS = 2
+
+
+def rows_at_once(num_rows: int, share: float) -> int:
+    """Rows of a group of experts, of `num_rows` of all, whose intermediates a GPU keeps at once.
+
+    Tokens choose experts unevenly, so that a group may have any number of rows. Room for all is
+    much memory and for its share too little: there is room for twice that, and what is beyond it is
+    computed afterwards.
+
+    Args:
+        share: Of the layer's experts, those in the group.
+    """
+    expected = GROUP_UNEVENNESS * share * num_rows
+    return min(num_rows, ROWS_ALIGNMENT * max(1, ceil(expected / ROWS_ALIGNMENT)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_common import EXACT, Launch
 from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts
+from raymoe.kernels.gpu_experts_kernels import in_planes
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.unit.kernels.expert_shapes import NUM_EXPERTS, SHAPES, ExpertShape
 
@@ -78,10 +79,12 @@ def launches(shape: ExpertShape, capability: int, tokens_per_expert: int) -> Ite
     ids_TK = torch.zeros(num_tokens, shape.top_k, dtype=torch.int32)
     align, groups = experts.align((ids_TK, torch.zeros(ids_TK.shape)))
     hidden_TH = torch.zeros(num_tokens, shape.hidden, dtype=dtype)
-    gate_up, product_RX = experts.gate_up(hidden_TH, groups)
-    down, rows_RH = experts.down(product_RX, groups)
+    rows = range(ids_TK.numel())
+    hidden_TX = in_planes(hidden_TH, matrices.layouts()[0].unit_inputs)
+    gate_up, product_BX = experts.gate_up(hidden_TX, groups, rows)
+    down, rows_RH = experts.down(product_BX, groups, rows)
     into = ExpertGroup(range(1), torch.zeros(num_tokens, shape.hidden))
-    add = experts.add_rows(rows_RH, ids_TK, groups, into)
+    add = experts.add_rows(rows_RH, ids_TK, groups, (into, rows))
     yield from (align, gate_up, down, experts.combine(rows_RH, groups)[0], add)
     if shape.stored is not None:
         one_by_one = DecodedExperts(matrices, compute=compute, activation="silu")
