@@ -117,6 +117,7 @@ def in_planes(input_TI: Tensor, planes: int) -> Tensor:
 
 LAUNCH_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 LAST_PLACE = tl.constexpr(2**31 - 1)
+TOGETHER = tl.constexpr(8)  # tiles whose inputs are read for one block of outputs after another
 
 
 @triton.jit(
@@ -231,8 +232,9 @@ def _tile(
 
     The programs of a launch have the tiles from that of `first_row`, a multiple of `ROWS`, on: no
     row lies in a tile before, as `a // R + b // R + 1 >= (a + b) // R`. Consecutive programs are
-    the tiles of one expert and block of outputs, so its weights are read once from memory,
-    whatever the cache size.
+    `TOGETHER` tiles of one expert and a block of outputs, then the next block for the same tiles,
+    whose inputs stay in the second-level cache. So the weights of up to as many tiles are read once
+    from memory, whatever the cache size.
     """
     program = tl.program_id(0)
     first_tile, end_tile = first_row // ROWS, first_row // ROWS + num_programs // NUM_BLOCKS
@@ -243,9 +245,12 @@ def _tile(
     first = tl.maximum(of_expert, first_tile)
     count = tl.maximum(tl.minimum(of_expert + count, end_tile) - first, 1)
     within = program - (first - first_tile) * NUM_BLOCKS
-    tile = first - of_expert + within % count
+    before = within // (TOGETHER * NUM_BLOCKS) * TOGETHER
+    within -= before * NUM_BLOCKS
+    together = tl.maximum(tl.minimum(count - before, TOGETHER), 1)
+    tile = first - of_expert + before + within % together
     rows_N = begin + tile * ROWS + tl.arange(0, ROWS)
-    return expert, within // count, rows_N, end
+    return expert, within // together, rows_N, end
 
 
 @triton.jit
