@@ -107,6 +107,7 @@ def test_a_step_of_states_reads_and_writes_each_of_them() -> None:
     assert 0 < rate.share_of_limit < 1.5
 
 
+@pytest.mark.slow
 def test_passes_of_a_job_are_set_beside_their_prediction(tmp_path: Path) -> None:
     model = make_checkpoint("tiny", tmp_path)
     node = HardwareSpec(

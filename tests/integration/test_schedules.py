@@ -127,7 +127,11 @@ def test_placement_changes_no_token(placement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral: gelu, one KV head, 3 layers", "qwen2_moe: dense first layer, sparse step 2"]
+    "name",
+    [
+        pytest.param("mixtral: gelu, one KV head, 3 layers", marks=pytest.mark.slow),
+        "qwen2_moe: dense first layer, sparse step 2",
+    ],
 )
 def test_slots_change_places_and_dense_layers_stream(name: str) -> None:
     check_configuration(name, "cgopipe", "mixed lengths", DEVICES["pages"])

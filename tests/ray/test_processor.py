@@ -39,6 +39,7 @@ def test_the_example_generates_filters_judges_and_groups(local_ray) -> None:
     assert counts == {"t0": 4, "t1": 4, "t2": 3}
 
 
+@pytest.mark.slow
 def test_a_second_generator_says_before_the_first_runs_that_columns_collide(local_ray) -> None:
     model, runs = raymoe.demo_model_path(), []
     rows = ray.data.from_items([{"prompt": "a", "id": i} for i in range(4)])

@@ -413,7 +413,7 @@ def test_weights_and_cache_in_fewer_bits_take_less(
     assert caches[0] / blocks[0] == 2 * caches[1] / blocks[1]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
 def test_lengths_come_from_a_file(
     suffix: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_the_largest_published_models_may_have_all_their_tensors(name) -> None:
     assert max_stored_tensors(spec) <= MAX_TENSORS
 
 
+@pytest.mark.slow
 def test_all_tensors_of_deepseek_v3_may_stand_in_one_file(tmp_path) -> None:
     spec = model_preset("deepseek-v3")
     matrices = list(model_weights(spec))

@@ -85,7 +85,14 @@ def test_views_hold_the_numbers_of_copies_and_lie_in_one_place(name: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [*((name, "cpu") for name in FORMATS), ("plain", "emulated"), ("gptq", "emulated")],
+    [
+        *(
+            pytest.param(name, "cpu", marks=[] if name == "plain" else pytest.mark.slow)
+            for name in FORMATS
+        ),
+        pytest.param("plain", "emulated", marks=pytest.mark.slow),
+        ("gptq", "emulated"),
+    ],
 )
 def test_an_engine_runs_without_weights_on_disk(name: str, device: str, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(name)))

@@ -101,6 +101,7 @@ def test_a_given_policy_is_taken_or_refused() -> None:
         find_plan(MIXTRAL, H200, WORKLOAD, schedule="resident", policy=huge)
 
 
+@pytest.mark.slow
 def test_models_that_fit_no_host_may_lie_on_the_device() -> None:
     node = replace(H200, host_memory_bytes=8 * GIB)
     plan = find_plan(MIXTRAL, node, WORKLOAD, max_model_len=4096)

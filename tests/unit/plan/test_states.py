@@ -140,6 +140,7 @@ def plan(model=IN_4_BITS, node=NODE, **options: object) -> Plan:
     return find_plan(model, node, WORKLOAD, **options)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_is_resident_with_the_states_of_its_rows() -> None:
     resident = plan()
     assert resident.schedule == "resident"
