@@ -228,7 +228,7 @@ def _tile(
     NUM_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Return expert, block of outputs, rows [N] and end row of this program.
+    """Return expert, block of outputs, first row and end row of this program.
 
     The programs of a launch have the tiles from that of `first_row`, a multiple of `ROWS`, on: no
     row lies in a tile before, as `a // R + b // R + 1 >= (a + b) // R`. Consecutive programs are
@@ -249,8 +249,7 @@ def _tile(
     within -= before * NUM_BLOCKS
     together = tl.maximum(tl.minimum(count - before, TOGETHER), 1)
     tile = first - of_expert + before + within % together
-    rows_N = begin + tile * ROWS + tl.arange(0, ROWS)
-    return expert, within // together, rows_N, end
+    return expert, within // together, begin + tile * ROWS, end
 
 
 @triton.jit
@@ -379,12 +378,10 @@ def gate_up_kernel(
             `first_row` to before `end_row`, which alone are computed.
     """
     blocks: tl.constexpr = (GATE.outputs + OUTPUTS - 1) // OUTPUTS
-    expert, block, rows_N, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
-    if expert < 0:
+    expert, block, row, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
+    if (expert < 0) | (row >= end_row) | (row + ROWS <= first_row):
         return
-    is_row_N = (rows_N >= first_row) & (rows_N < tl.minimum(end, end_row))
-    if tl.max(is_row_N.to(tl.int32)) == 0:
-        return
+    rows_N = row + tl.arange(0, ROWS)
     row_ptr = table_ptr + expert.to(tl.int64) * TABLE_FIELDS
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
     # Padding rows repeat the token of the last row and are not written.
@@ -405,6 +402,7 @@ def gate_up_kernel(
     columns_O = outputs_O % PLANES_OUT * width + outputs_O // PLANES_OUT
     places_N = (rows_N - first_row).to(tl.int64) * (width * PLANES_OUT)
     places_ON = places_N[None, :] + columns_O[:, None]
+    is_row_N = (rows_N >= first_row) & (rows_N < tl.minimum(end, end_row))
     tl.store(product_ptr + places_ON, product_ON, mask=is_output_O[:, None] & is_row_N[None, :])
 
 
@@ -427,13 +425,11 @@ def down_kernel(
     Products and results are those of the rows from `first_row` to before `end_row`.
     """
     blocks: tl.constexpr = (DOWN.outputs + OUTPUTS - 1) // OUTPUTS
-    expert, block, rows_N, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
-    if expert < 0:
+    expert, block, row, end = _tile(tiles_ptr, first_row, tl.num_programs(0), blocks, ROWS)
+    if (expert < 0) | (row >= end_row) | (row + ROWS <= first_row):
         return
     end = tl.minimum(end, end_row)
-    is_row_N = (rows_N >= first_row) & (rows_N < end)
-    if tl.max(is_row_N.to(tl.int32)) == 0:
-        return
+    rows_N = row + tl.arange(0, ROWS)
     row_ptr = table_ptr + expert.to(tl.int64) * TABLE_FIELDS
     outputs_O = block * OUTPUTS + tl.arange(0, OUTPUTS)
     read_N = tl.maximum(tl.minimum(rows_N, end - 1), first_row) - first_row
@@ -444,6 +440,7 @@ def down_kernel(
     if HAS_BIAS:
         out_ON += _load_bias(row_ptr, outputs_O, is_output_O, DOWN)
     places_ON = ((rows_N - first_row).to(tl.int64) * DOWN.outputs)[None, :] + outputs_O[:, None]
+    is_row_N = (rows_N >= first_row) & (rows_N < end)
     tl.store(out_ptr + places_ON, out_ON, mask=is_output_O[:, None] & is_row_N[None, :])
 
 

@@ -23,13 +23,11 @@ def order_kernel(
     NUM_BLOCKS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
 ) -> None:
-    expert, block, rows_N, _end = _tile(
-        tiles_ptr, first_row, tl.num_programs(0), NUM_BLOCKS, NUM_ROWS
-    )
+    expert, block, row, _end = _tile(tiles_ptr, first_row, tl.num_programs(0), NUM_BLOCKS, NUM_ROWS)
     row_ptr = out_ptr + tl.program_id(0) * 3
     tl.store(row_ptr, expert)
     tl.store(row_ptr + 1, block)
-    tl.store(row_ptr + 2, tl.min(rows_N))
+    tl.store(row_ptr + 2, row)
 
 
 def order_of(counts: Sequence[int], rows: range | None = None) -> TileOrder:
