@@ -4,6 +4,7 @@ Of more experts than memory holds there are fewer; all else is as wide as it is 
 """
 
 import gc
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,24 @@ def prompts() -> list[list[int]]:
     ]
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Removed at once: pytest would keep the models of all cases, up to 7 GB each."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
 @pytest.mark.parametrize("name", MODEL_PRESETS)
 @torch.inference_mode()
 def test_a_layer_in_its_real_width_gives_the_logits_of_transformers(
-    name: str, tmp_path: Path
+    name: str, directory: Path
 ) -> None:
     fields = one_layer(name)
-    make_layer(fields, tmp_path)
+    make_layer(fields, directory)
     gc.collect()
-    decoder = load_decoder(tmp_path)
+    decoder = load_decoder(directory)
     rows = prompts()
     logits_TV = Driver(decoder, rows, 0).run_step([(0, len(row)) for row in rows])
-    expected_TV = torch.cat(torch.load(tmp_path / "expected"))
+    expected_TV = torch.cat(torch.load(directory / "expected"))
     worst = float((logits_TV - expected_TV).abs().max() / expected_TV.abs().max())
     assert worst < TOLERANCE, f"{worst:.1e}"
