@@ -583,10 +583,10 @@ def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":
     # A driver only names `MoEGenerator`; torch loads where a generator is made.
     from raymoe.engine.engine import Engine  # noqa: PLC0415
 
-    if config.device == "auto" and config.schedule != "in_place" and _has_gpu_of_ray():
-        from raymoe.device.find_gpu import check_cuda  # noqa: PLC0415 - loads torch, as above
+    if _has_gpu_of_ray():
+        from raymoe.engine.node import require_gpu  # noqa: PLC0415 - loads torch, as above
 
-        check_cuda()  # else it would hold a GPU and run on the CPU
+        require_gpu(config)
     return Engine.from_pretrained(model_source, config)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import free_gpu_bytes
+from raymoe.device.find_gpu import check_cuda
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.errors import ConfigError
 from raymoe.measure.gpu import measure_gpu_quickly
@@ -229,6 +230,16 @@ def _with_gpu(host: HardwareSpec, free_bytes: int) -> HardwareSpec:
         node.htod_bytes_per_s / GB, node.dtoh_bytes_per_s / GB,
     )  # fmt: skip
     return node
+
+
+def require_gpu(config: EngineConfig) -> None:
+    """Refuse to run on the CPU in a process that holds a GPU, unless the configuration says so.
+
+    Raises:
+        ConfigError: torch sees no GPU; says why.
+    """
+    if config.device == "auto" and config.schedule != "in_place":
+        check_cuda()
 
 
 def device_name(config: EngineConfig) -> str:
