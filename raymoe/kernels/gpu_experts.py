@@ -116,7 +116,7 @@ class GroupedExperts:
         for first in range(0, num_rows, at_once):
             rows = range(first, min(first + at_once, num_rows))
             rows_BH = self._computed(hidden_TX, groups, rows)
-            self.add_rows(rows_BH, routing[0], groups, (group, rows)).run()
+            self.add_rows(rows_BH, groups, rows, group.sum_TH).run()
             del rows_BH
 
     def _computed(self, hidden_TX: Tensor, groups: ExpertGroups, rows: range) -> Tensor:
@@ -140,7 +140,7 @@ class GroupedExperts:
 
         Args:
             hidden_TX: In the planes of gate and up (`in_planes`).
-            rows: They begin at a multiple of `ROWS_ALIGNMENT`.
+            rows: They begin at a multiple of `MAX_TILE_ROWS`.
 
         Returns:
             The output is [B, P * ...], in the planes of down.
@@ -228,27 +228,24 @@ class GroupedExperts:
     def add_rows(
         self,
         rows_BH: Tensor,
-        topk_ids_TK: Tensor,
         groups: ExpertGroups,
-        into: tuple[ExpertGroup, range],
+        rows: range,
+        sum_TH: Tensor,
     ) -> Launch:
-        """Return the launch that adds weighted rows of a group of experts to its sums.
-
-        `into` is the group, and which of its rows these are.
-        """
+        """Return the launch that adds these rows of a group of experts, weighted, to the sums."""
         num_tokens, top_k = groups.places_TK.shape
-        hidden_size, (group, rows) = rows_BH.shape[1], into
+        hidden_size = rows_BH.shape[1]
         return Launch(
             kernel=add_kernel,
             grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
             arguments={
                 "rows_ptr": rows_BH,
-                "ids_ptr": topk_ids_TK,
+                "ids_ptr": groups.ids_TK,
                 "places_ptr": groups.places_TK,
                 "weights_ptr": groups.weights_TK,
-                "sum_ptr": group.sum_TH,
-                "first_expert": group.experts.start,
-                "end_expert": group.experts.stop,
+                "sum_ptr": sum_TH,
+                "first_expert": groups.experts.start,
+                "end_expert": groups.experts.stop,
                 "first_row": rows.start,
                 "end_row": rows.stop,
             },

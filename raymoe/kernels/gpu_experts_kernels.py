@@ -36,7 +36,8 @@ class ExpertGroups(NamedTuple):
         experts: Those whose rows are counted, from 0.
         tokens_R: int32, the token of each row.
         places_TK: int32, the row of each choice of a token; undefined for those of other experts.
-        weights_TK: float32, the weight of each choice.
+        ids_TK: int32, the expert of each choice.
+        weights_TK: float32, its weight.
         gate_up_tiles_NF: Tiles of the rows that a program of the first product has.
         down_tiles_NF: Those of the second product.
     """
@@ -44,6 +45,7 @@ class ExpertGroups(NamedTuple):
     experts: range
     tokens_R: Tensor
     places_TK: Tensor
+    ids_TK: Tensor
     weights_TK: Tensor
     gate_up_tiles_NF: Tensor
     down_tiles_NF: Tensor
@@ -70,6 +72,7 @@ def align(
         experts,
         topk_ids_TK.new_empty(num_rows),
         torch.empty_like(topk_ids_TK),
+        topk_ids_TK,
         topk_weights_TK,
         *tiles,
     )

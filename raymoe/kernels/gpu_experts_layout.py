@@ -20,6 +20,7 @@ from raymoe.codecs import StoredMatrix, Weight
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
+from raymoe.specs.layers import MAX_TILE_ROWS
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -242,7 +243,7 @@ _LAYOUTS: Mapping[type[WeightFormat], Callable[[StoredMatrix], MatrixLayout]] = 
 BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # lower bounds of tokens per expert
 
 # A GPU multiplies all tiles of at least 64 outputs with the same instruction.
-_MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 128, 32
+_MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 32
 # Compute capabilities 9.0 and 10.0, Hopper and Blackwell of data centres, have 227 KiB of shared
 # memory for a tile, the others 99 or 163.
 _WITH_227_KIB = (9, 10)
@@ -324,9 +325,9 @@ def default_shape(layout: MatrixLayout, bucket: int, capability: tuple[int, int]
     if capability < TENSOR_CORES_SINCE:
         return TileShape(outputs=_MIN_OUTPUTS, rows=rows, warps=4, stages=2)
     shape = TileShape(
-        outputs=_MIN_OUTPUTS, rows=rows, warps=8 if rows == _MAX_ROWS else 4, stages=3
+        outputs=_MIN_OUTPUTS, rows=rows, warps=8 if rows == MAX_TILE_ROWS else 4, stages=3
     )
-    if rows < _MAX_ROWS or layout.unit == torch.float32:
+    if rows < MAX_TILE_ROWS or layout.unit == torch.float32:
         return shape
     has_227_kib = capability[0] in _WITH_227_KIB
     if layout.kind == "e4m3":
@@ -338,7 +339,7 @@ def _rows(bucket: int, capability: tuple[int, int]) -> int:
     """About the tokens of an expert: twice the bucket's lower bound up to 64, then that bound."""
     if capability < TENSOR_CORES_SINCE:
         return min(max(2 * bucket, _MIN_ROWS), _MAX_ROWS_OF_TURING)
-    return max(min(2 * bucket, 64), min(bucket, _MAX_ROWS), _MIN_ROWS)
+    return max(min(2 * bucket, 64), min(bucket, MAX_TILE_ROWS), _MIN_ROWS)
 
 
 def candidate_shapes(
@@ -364,10 +365,11 @@ def _entry(entry: object) -> tuple[TileKey, TileShape]:
     shape = TileShape(**{name: entry[name] for name in TileShape.__dataclass_fields__})
     sizes = (shape.outputs, shape.rows, shape.warps)
     is_usable = all(type(size) is int and size > 0 and size & (size - 1) == 0 for size in sizes)
-    if not is_usable or shape.outputs < _MIN_OUTPUTS or shape.rows < _MIN_ROWS or shape.warps % 4:
+    has_rows = _MIN_ROWS <= shape.rows <= MAX_TILE_ROWS
+    if not is_usable or shape.outputs < _MIN_OUTPUTS or not has_rows or shape.warps % 4:
         raise ConfigError(
             f"tile {entry!r}: outputs, rows and warps are powers of two, at least "
-            f"{_MIN_OUTPUTS}, {_MIN_ROWS} and 4"
+            f"{_MIN_OUTPUTS}, {_MIN_ROWS} and 4, rows at most {MAX_TILE_ROWS}"
         )
     if type(shape.stages) is not int or shape.stages < 1:
         raise ConfigError(f"tile {entry!r}: stages is a number of at least 1")

@@ -35,7 +35,7 @@ from raymoe.measure.jobs import (
 from raymoe.measure.timing import KernelJob
 from raymoe.model.device_experts import make_device_experts
 from raymoe.schedule.graph import Op, Resource, Task
-from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, expert_shares
+from raymoe.specs.hardware import HOPPER, Curve, DeviceCurves, HardwareSpec, expert_shares
 from raymoe.specs.weight_format import Fp8Block, Mxfp4, WeightFormat
 from raymoe.units import GIB, MIB, ceil_div
 
@@ -191,7 +191,6 @@ PROMPT_TOKENS = 8192  # of a prefill step
 NUM_STATES = 256  # of 2 MiB each, updated by a decode step
 SMALL_EXPERT, SMALL_ROWS = 128, 2
 QUICK_S, QUICK_SIZE = 2.0, 4096
-HOPPER = (9, 0)
 HOPPER_KERNEL_SHARE = 0.66  # of cuBLAS's rate, that of our kernels in bfloat16, on an H200
 
 

@@ -66,8 +66,8 @@ def starts(job: JobOnNode) -> tuple[SearchPoint, ...]:
 
 HOST_START = SearchPoint(1.0, 1, False, 0, 1.0, 2048, steady_admission=False)
 # On cores, take the smallest batch and step that reach this share of the best rate, as sequences
-# take memory that others use too; but at least so many sequences: with 75 instead of 300, for which
-# the same was predicted, jobs of short rows ran 2 to 10 % longer.
+# take memory that others use too. Of those, batches of so many sequences or of all rows come first:
+# with 75 instead of 300, for which the same was predicted, jobs of short rows ran 2 to 10 % longer.
 GOOD_SIZE, MIN_HOST_SEQS = 0.995, 256
 
 
@@ -110,7 +110,7 @@ class Search:
                 best = self._better(best, ring, grid)
                 if best and best.search_point.slot_layers == WHOLE_LAYERS:
                     break
-            else:  # where only a ring fits, of one layer too
+            else:  # only a ring fits: one of a whole layer too, with module-based batching
                 best = self._better(best, replace(others[3], slot_layers=1.0), grid)
         has_experts = any(layer.num_experts for layer in self.sizes.job.work.kinds)
         if best and self.sizes.has_ring and has_experts:

@@ -305,6 +305,9 @@ GPU_PRODUCT_FRACTION = 0.65  # of the peak
 HOPPER_PRODUCT_FRACTION = 0.52
 
 
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+
+
 class ExpertShares(NamedTuple):
     """Rates of experts with stored weights of 8 and 4 bits over that of 16 bits."""
 
@@ -318,11 +321,11 @@ def expert_shares(capability: tuple[int, int]) -> ExpertShares:
     From 9.0 on measured on an H200. Below, the mean of two bounds counted from machine code, of one
     group of warps alone and of several at best: not measured.
     """
-    if capability >= (9, 0):
+    if capability >= HOPPER:
         return ExpertShares(0.52, 0.25)
     if capability >= (8, 6):
         return ExpertShares(0.75, 0.8)
-    if capability >= (8, 0):
+    if capability >= AMPERE:
         return ExpertShares(0.52, 0.7)
     return ExpertShares(0.7, 0.7)  # decoded for torch's products where rows are many
 
@@ -362,7 +365,7 @@ def _node(name: str, host: _Host, gpu: _Gpu) -> HardwareSpec:
         htod_bytes_per_s=gpu.link_gb_per_s * GB,
         dtoh_bytes_per_s=gpu.link_gb_per_s * GB,
         host_copy_bytes_per_s=host.gb_per_s * GB / NUM_COPIES,
-        has_bfloat16=gpu.capability >= (8, 0),
+        has_bfloat16=gpu.capability >= AMPERE,
         expert_share_of_8_bits=shares.of_8_bits,
         expert_share_of_4_bits=shares.of_4_bits,
         measured_share=gpu.measured_share,

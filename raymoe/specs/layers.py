@@ -495,7 +495,7 @@ class MoeSpec:
         return self.latent_size or hidden_size
 
 
-ROWS_ALIGNMENT = 128  # of rows that are computed at once: the most that a tile has
+MAX_TILE_ROWS = 128  # of a tile of our GPU kernels; rows computed at once are a multiple of it
 GROUP_UNEVENNESS = 2
 
 
@@ -510,7 +510,7 @@ def rows_at_once(num_rows: int, share: float) -> int:
         share: Of the layer's experts, those in the group.
     """
     expected = GROUP_UNEVENNESS * share * num_rows
-    return min(num_rows, ROWS_ALIGNMENT * max(1, ceil(expected / ROWS_ALIGNMENT)))
+    return min(num_rows, MAX_TILE_ROWS * max(1, ceil(expected / MAX_TILE_ROWS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_common import EXACT, Launch
 from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts
 from raymoe.kernels.gpu_experts_kernels import in_planes
@@ -83,8 +82,7 @@ def launches(shape: ExpertShape, capability: int, tokens_per_expert: int) -> Ite
     hidden_TX = in_planes(hidden_TH, matrices.layouts()[0].unit_inputs)
     gate_up, product_BX = experts.gate_up(hidden_TX, groups, rows)
     down, rows_RH = experts.down(product_BX, groups, rows)
-    into = ExpertGroup(range(1), torch.zeros(num_tokens, shape.hidden))
-    add = experts.add_rows(rows_RH, ids_TK, groups, (into, rows))
+    add = experts.add_rows(rows_RH, groups, rows, torch.zeros(num_tokens, shape.hidden))
     yield from (align, gate_up, down, experts.combine(rows_RH, groups)[0], add)
     if shape.stored is not None:
         one_by_one = DecodedExperts(matrices, compute=compute, activation="silu")

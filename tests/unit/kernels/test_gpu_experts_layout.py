@@ -85,6 +85,7 @@ def test_every_candidate_may_be_written_and_read(bucket: int, capability: tuple[
     [
         ({"rows": 24}, "powers of two"),
         ({"rows": 8}, "at least 64, 16 and 4"),
+        ({"rows": 256}, "rows at most 128"),
         ({"outputs": 32}, "at least 64"),
         ({"warps": 2}, "and 4"),
         ({"stages": 0}, "stages"),

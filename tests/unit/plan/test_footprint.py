@@ -7,7 +7,7 @@ from raymoe.plan.footprint import device_footprint
 from raymoe.plan.placement import Placement
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.work import ModelWork
-from raymoe.specs.layers import GROUP_UNEVENNESS, ROWS_ALIGNMENT, rows_at_once
+from raymoe.specs.layers import GROUP_UNEVENNESS, MAX_TILE_ROWS, rows_at_once
 from raymoe.specs.presets_models import model_preset
 
 DEEPSEEK = model_preset("deepseek-v3")
@@ -17,8 +17,8 @@ DEEPSEEK = model_preset("deepseek-v3")
 def test_rows_at_once_are_twice_a_share_or_all(num_rows: int, groups: int) -> None:
     rows = rows_at_once(num_rows, 1 / groups)
     wanted = GROUP_UNEVENNESS * num_rows / groups
-    assert rows == num_rows or (rows % ROWS_ALIGNMENT == 0 and rows >= wanted)
-    assert rows <= min(num_rows, wanted + ROWS_ALIGNMENT)
+    assert rows == num_rows or (rows % MAX_TILE_ROWS == 0 and rows >= wanted)
+    assert rows <= min(num_rows, wanted + MAX_TILE_ROWS)
     assert groups > GROUP_UNEVENNESS or rows == num_rows
 
 
