@@ -53,14 +53,13 @@ def has_nvidia_gpu(root: Path = Path("/")) -> bool:
 def why_no_gpu(root: Path = Path("/")) -> str:
     """Why torch sees no GPU, and what to do about each reason."""
     visible = os.environ.get(VISIBLE_GPUS)  # noqa: TID251 - a list of CUDA's and no setting of ours
-    hidden = (
-        ""
-        if visible is None
-        else (f"{VISIBLE_GPUS} is {visible[:40]!r} (a Ray actor sees those of its num_gpus)")
-    )
-    hides_all = (visible or "").strip() in {"", "-1"}
-    found = (_why_no_driver(root), _why_not_torch(), _why_too_old(root), hidden * hides_all)
-    reasons = [reason for reason in found if reason]
+    hidden = ""
+    if visible is not None:
+        hidden = f"{VISIBLE_GPUS} is {visible[:40]!r} (a Ray actor sees those of its num_gpus)"
+    reasons = [_why_no_driver(root), _why_not_torch(), _why_too_old(root)]
+    if visible is not None and visible.strip() in {"", "-1"}:
+        reasons.append(hidden)
+    reasons = [reason for reason in reasons if reason]
     unknown = (
         f"torch {torch.__version__} for CUDA {torch.version.cuda} finds none with the driver "
         f"{_driver(root)[:80]!r} (nvidia-smi says whether it works)"
@@ -95,13 +94,12 @@ def _why_too_old(root: Path) -> str:
     if version is None or oldest is None or int(version[1]) >= oldest:
         return ""
     other, other_major = TORCH_FOR_OLD_DRIVERS
-    is_enough = other_major < major and int(version[1]) >= OLDEST_DRIVERS[other_major]
-    instead = f", or pip install '{other}', which is built for CUDA {other_major}"
+    advice = "install a newer driver"
+    if other_major < major and int(version[1]) >= OLDEST_DRIVERS[other_major]:
+        advice += f", or pip install '{other}', which is built for CUDA {other_major}"
     return (
-        f"its driver {version[0]} is too old: torch {torch.__version__} is built for CUDA "
-        f"{torch.version.cuda}, which needs {oldest} or later; install a newer driver"
-        + instead
-        * is_enough
+        f"the driver {version[0]} is too old: torch {torch.__version__} is built for CUDA "
+        f"{torch.version.cuda}, which needs {oldest} or later; {advice}"
     )
 
 
@@ -129,8 +127,8 @@ def why_not_compiled(root: Path = Path("/")) -> str:
 
 def check_compiler(capability: tuple[int, int]) -> None:
     """Raise ConfigError if Triton is installed and would run on such a GPU but cannot compile."""
-    reason = why_not_compiled()
-    if reason and capability >= OLDEST_CAPABILITY:
+    reason = why_not_compiled() if capability >= OLDEST_CAPABILITY else ""
+    if reason:
         raise ConfigError(
             f"Triton cannot compile kernels for the GPU: {reason}. Without the package triton, "
             "kernels of torch run, several times slower"

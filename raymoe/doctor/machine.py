@@ -37,7 +37,7 @@ def checks(target: Target) -> list[Check]:
     host = read_host()
     found = [Check("raymoe", lambda: Outcome(f"{__version__}, Python {platform.python_version()}"))]
     found += [Check(name, partial(package, name)) for name in _packages(target)]
-    if target.device == "cuda":
+    if target.device == "cuda" and find_spec("triton") is not None:
         found.append(Check("compiler", compiler))
     return [
         *found,

@@ -170,8 +170,8 @@ def _check_gpu(config: EngineConfig, device: str) -> None:
     is_left_out = config.device == "auto" and device == "cpu" and config.schedule != "in_place"
     if is_left_out and has_nvidia_gpu():
         warnings.warn(
-            f"this machine has a GPU, but the engine runs on the CPU: {why_no_gpu()}. "
-            "device='cpu' says that this is meant",
+            "there is an NVIDIA GPU or its driver, but the engine runs on the CPU: "
+            f"{why_no_gpu()}. device='cpu' says that this is meant",
             PerformanceWarning,
             stacklevel=2,
         )

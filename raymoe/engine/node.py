@@ -9,7 +9,7 @@ import torch
 
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import free_gpu_bytes
-from raymoe.device.find_gpu import check_cuda
+from raymoe.device.find_gpu import why_no_gpu
 from raymoe.device.host import read_host, rss_bytes
 from raymoe.errors import ConfigError
 from raymoe.measure.gpu import measure_gpu_quickly
@@ -238,8 +238,12 @@ def require_gpu(config: EngineConfig) -> None:
     Raises:
         ConfigError: torch sees no GPU; says why.
     """
-    if config.device == "auto" and config.schedule != "in_place":
-        check_cuda()
+    is_meant = config.device != "auto" or config.schedule == "in_place"
+    if not is_meant and not torch.cuda.is_available():
+        raise ConfigError(
+            f"this actor holds a GPU, but torch sees none: {why_no_gpu()}; or give num_gpus=0, or "
+            "the device 'cpu'"
+        )
 
 
 def device_name(config: EngineConfig) -> str:

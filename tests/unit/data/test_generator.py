@@ -55,8 +55,8 @@ def test_wrong_arguments_are_named_by_the_class_and_by_the_check_on_the_driver(
 
 def test_an_actor_that_holds_a_gpu_does_not_run_on_the_cpu_unasked(monkeypatch, tmp_path):
     monkeypatch.setattr(generator, "_has_gpu_of_ray", lambda: True)
-    monkeypatch.setattr(find_gpu.torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"there is no GPU 0: .*or choose the device 'cpu'"):
+    monkeypatch.setattr(find_gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"holds a GPU, but torch sees none: .*the device 'cpu'"):
         MoEGenerator(tmp_path)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         MoEGenerator(tmp_path, engine_config={"device": "cpu"})

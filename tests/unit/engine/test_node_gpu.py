@@ -178,5 +178,6 @@ def test_a_gpu_that_torch_does_not_see_is_told_where_the_device_is_auto(
     monkeypatch.setattr(load, "why_no_gpu", lambda: "the driver is too old")
     load._check_gpu(EngineConfig(**options), "cpu")  # type: ignore[arg-type]
     told = [str(each.message) for each in recwarn]
-    said = "this machine has a GPU, but the engine runs on the CPU: the driver is too old. "
+    said = "there is an NVIDIA GPU or its driver, but the engine runs on the CPU: "
+    said += "the driver is too old. "
     assert told == [f"{said}device='cpu' says that this is meant"] * is_told
