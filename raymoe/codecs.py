@@ -249,16 +249,18 @@ def as_tensor(weight: Weight, dtype: torch.dtype) -> Tensor:
     return decoded_OI
 
 
-E8M0_NAN, E4M3_NAN = 255, 127
+E8M0_NAN, E4M3_NAN, _SIGN = 255, 127, 128
 
 
 def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
-    """Check scales, order and stored shape of a matrix without reading its codes.
+    """Check scales, order and stored shape of a matrix, and that no code of 8 bits is NaN.
 
-    Raises CheckpointError if a scale is not finite, a column names a missing group, or the shape is
-    wrong; `describe` turns the name of a piece into file and tensor.
+    Raises CheckpointError if a scale is not finite, a column names a missing group, the shape is
+    wrong, or an E4M3 code is NaN; `describe` turns the name of a piece into file and tensor.
     """
     pieces = matrix.pieces
+    if isinstance(matrix.format, Fp8Block | Fp8Channel | Fp8Tensor | Mxfp8):
+        _check_e4m3(pieces["codes"].view(torch.uint8), describe("codes"))
     scales = pieces["scales"]
     _refuse_any(~_is_finite(scales), scales, describe("scales"), "scales that are not finite")
     if "tensor_scale" in pieces:
@@ -274,6 +276,12 @@ def check_values(matrix: StoredMatrix, describe: Callable[[str], str]) -> None:
             f"{describe('shape')} is {pieces['shape'].tolist()}, config.json says "
             f"{list(matrix.shape)}"
         )
+
+
+def _check_e4m3(codes_OI: Tensor, where: str) -> None:
+    """NaN has the bits 0x7F and 0xFF, the highest of signed and of unsigned bytes."""
+    if codes_OI.view(torch.int8).amax() == E4M3_NAN or codes_OI.amax() == E4M3_NAN | _SIGN:
+        _refuse_any((codes_OI & E4M3_NAN) == E4M3_NAN, codes_OI, where, "codes that are NaN")
 
 
 def _is_finite(scales: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from raymoe.codecs import CODECS, StoredMatrix, as_tensor
+from raymoe.codecs import CODECS, StoredMatrix, as_tensor, check_values
+from raymoe.errors import CheckpointError
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
@@ -352,3 +353,13 @@ def test_a_stored_matrix_has_the_bytes_of_its_format(stored: WeightFormat) -> No
 
 def test_every_format_has_a_codec() -> None:
     assert {type(stored) for stored in FORMATS} == set(CODECS)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_nan_is_refused_with_its_place(code: int) -> None:
+    matrix = quantise(Fp8Block(), torch.randn(130, 140)).matrix
+    check_values(matrix, lambda piece: piece)
+    matrix.pieces["codes"].view(torch.uint8)[129, 7] = code
+    message = rf"model, codes has 1 codes that are NaN, the first at \[129, 7\] \({code}\)"
+    with pytest.raises(CheckpointError, match=message):
+        check_values(matrix, lambda piece: f"model, {piece}")
