@@ -1,6 +1,7 @@
 """MoE experts on a GPU: grouped Triton kernels, and per-expert products with decoded weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,16 +20,14 @@ from raymoe.kernels.cpu_experts import (
     gated_product,
     one_by_one,
 )
-from raymoe.kernels.gpu_common import (
-    TRITON_TYPES,
+from raymoe.kernels.gpu_codes import (
     KernelMatrix,
-    Launch,
     decoded,
     kernel_matrix,
     load_scaling,
     load_units,
-    round_to,
 )
+from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, round_to
 from raymoe.kernels.gpu_experts_kernels import (
     ExpertGroups,
     add_kernel,
@@ -181,6 +180,8 @@ class GroupedExperts:
         """Return the launch of down for the same rows and its output, float32 [B, H]."""
         outputs, _ = self._down.shape
         shape = self._shape(self._down, groups.places_TK.numel())
+        if self._compute.has_tensor_cores:
+            shape = replace(shape, outputs=2 * shape.outputs)  # as many sums as of gate and up
         rows_BH = product_BX.new_empty(len(rows), outputs, dtype=torch.float32)
         tiles = num_tiles(len(rows), shape.rows, groups.experts)
         launch = Launch(

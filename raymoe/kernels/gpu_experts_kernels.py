@@ -11,15 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from raymoe.kernels.cpu_experts import TopK
-from raymoe.kernels.gpu_common import (
-    BIAS,
-    Launch,
-    decoded,
-    load_scaling,
-    load_units,
-    pointer,
-    rounded,
-)
+from raymoe.kernels.gpu_codes import BIAS, decoded, load_scaling, load_units, pointer
+from raymoe.kernels.gpu_common import Launch, rounded
 
 TILE_FIELDS = 5  # columns of the tiles in `ExpertGroups`
 _CHUNK = 1024  # choices that a program of `align_kernel` reads at once

@@ -20,6 +20,7 @@ from raymoe.codecs import StoredMatrix, Weight
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
+from raymoe.specs.hardware import AMPERE
 from raymoe.specs.layers import MAX_TILE_ROWS
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
@@ -47,7 +48,7 @@ TensorScale = Literal["none", "multiplies", "divides"]
 FIELDS = ("codes", "scales", "zeros", "order", "bias", "tensor_scale")
 MAX_ALIGNMENT = 16  # bytes that one thread loads at once
 _NIBBLES = 8
-_WORD_BYTES = 4
+_STEP_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class MatrixLayout:
         zero_strides: Strides between words of outputs and between groups, in words.
         has_order: Whether a table names the group of each input (act-order).
         tensor_scale: What a float32 scale of the whole matrix does to the other scales.
+        has_scale_pairs: Whether scales of one byte lie so that two neighbours are one aligned word.
     """
 
     kind: Kind
@@ -86,6 +88,7 @@ class MatrixLayout:
     zero_strides: tuple[int, int] = (0, 0)
     has_order: bool = False
     tensor_scale: TensorScale = "none"
+    has_scale_pairs: bool = False
 
     @property
     def num_units(self) -> int:
@@ -93,9 +96,23 @@ class MatrixLayout:
 
 
 def layout_of(weights: Sequence[Weight]) -> MatrixLayout | None:
-    has_words = all(_has_whole_words(weight) for weight in weights)
-    layouts = {_layout(weight, has_words=has_words) for weight in weights}
+    places = Places(
+        has_even_codes=all(_is_even(_codes(weight)) for weight in weights),
+        has_even_scales=all(
+            _is_even(weight.pieces["scales"])
+            for weight in weights
+            if isinstance(weight, StoredMatrix)
+        ),
+    )
+    layouts = {_layout(weight, places) for weight in weights}
     return layouts.pop() if len(layouts) == 1 else None
+
+
+class Places(NamedTuple):
+    """Whether rows of bytes lie at even addresses and are of even length, in all matrices."""
+
+    has_even_codes: bool
+    has_even_scales: bool
 
 
 def alignment_of(weights: Sequence[Weight]) -> int:
@@ -119,20 +136,33 @@ def _codes(weight: Weight) -> Tensor:
     return weight.pieces["codes"] if isinstance(weight, StoredMatrix) else weight
 
 
-def _has_whole_words(weight: Weight) -> bool:
-    codes = _codes(weight)
-    rows_apart = codes.stride(0) * codes.element_size()
-    return codes.data_ptr() % _WORD_BYTES == 0 and rows_apart % _WORD_BYTES == 0
+def _is_even(matrix: Tensor) -> bool:
+    """Whether each pair of neighbouring bytes of a row is an aligned word of 16 bits."""
+    rows_apart = matrix.stride(0) * matrix.element_size()
+    is_dense = matrix.stride(-1) == 1 and matrix.shape[-1] * matrix.element_size() % 2 == 0
+    return is_dense and matrix.data_ptr() % 2 == 0 and rows_apart % 2 == 0
 
 
-def _layout(weight: Weight, *, has_words: bool) -> MatrixLayout:
+def _layout(weight: Weight, places: Places) -> MatrixLayout:
     if isinstance(weight, StoredMatrix):
-        if isinstance(weight.format, Mxfp4 | Nvfp4):
-            return _fp4(weight, has_words=has_words)
-        return _LAYOUTS[type(weight.format)](weight)
+        layout = _LAYOUTS[type(weight.format)](weight)
+        if layout.unit == torch.uint8 and places.has_even_codes:
+            layout = _in_words(layout)
+        is_byte = layout.scales is not None and layout.scales.itemsize == 1
+        return replace(layout, has_scale_pairs=is_byte and places.has_even_scales)
     outputs, inputs = weight.shape
     return MatrixLayout(
         kind="plain", shape=(outputs, inputs), unit=weight.dtype, code_strides=_strides(weight)
+    )
+
+
+def _in_words(layout: MatrixLayout) -> MatrixLayout:
+    """The same bytes with units of 16 bits, which `gpu_codes` decodes in pairs."""
+    return replace(
+        layout,
+        unit=torch.int16,
+        unit_inputs=2 * layout.unit_inputs,
+        code_strides=(layout.code_strides[0] // 2, 1),
     )
 
 
@@ -156,9 +186,9 @@ def _packed_int4(matrix: StoredMatrix) -> MatrixLayout:
     return MatrixLayout(
         kind="int4",
         shape=matrix.shape,
-        unit=torch.int32,
-        unit_inputs=_NIBBLES,
-        code_strides=_strides(pieces["codes"]),
+        unit=torch.uint8,
+        unit_inputs=2,
+        code_strides=(pieces["codes"].stride(0) * pieces["codes"].itemsize, 1),
         scales=scales_OG.dtype,
         scale_strides=_strides(scales_OG),
         group_size=matrix.shape[1] // scales_OG.shape[1],
@@ -201,18 +231,17 @@ def _awq(matrix: StoredMatrix) -> MatrixLayout:
     )
 
 
-def _fp4(matrix: StoredMatrix, *, has_words: bool) -> MatrixLayout:
+def _fp4(matrix: StoredMatrix) -> MatrixLayout:
     stored, scales_OG = matrix.format, matrix.pieces["scales"]
-    unit = torch.int32 if has_words else torch.uint8
     tensor_scale: TensorScale = "none"
     if isinstance(stored, Nvfp4):
         tensor_scale = "divides" if stored.is_divided else "multiplies"
     return MatrixLayout(
         kind="e2m1",
         shape=matrix.shape,
-        unit=unit,
-        unit_inputs=2 * unit.itemsize,
-        code_strides=(matrix.pieces["codes"].stride(0) // unit.itemsize, 1),
+        unit=torch.uint8,
+        unit_inputs=2,
+        code_strides=(matrix.pieces["codes"].stride(0), 1),
         scales=_scale_type(scales_OG),
         scale_strides=_strides(scales_OG),
         group_size=MXFP4_COLUMNS if isinstance(stored, Mxfp4) else NVFP4_COLUMNS,
@@ -234,6 +263,8 @@ _LAYOUTS: Mapping[type[WeightFormat], Callable[[StoredMatrix], MatrixLayout]] = 
     Fp8Channel: partial(_fp8, group_size=0, block_rows=1),
     Fp8Tensor: partial(_fp8, group_size=0, block_rows=1),
     Mxfp8: partial(_fp8, group_size=MXFP8_COLUMNS, block_rows=1),
+    Mxfp4: _fp4,
+    Nvfp4: _fp4,
     PackedInt4: _packed_int4,
     Gptq: _gptq,
     Awq: _awq,
@@ -258,7 +289,15 @@ class TileKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileShape:
-    """Sizes of a tile and its launch parameters; `stages` is Triton's `num_stages`."""
+    """Sizes of a tile and its launch parameters.
+
+    Attributes:
+        outputs: Of gate and of up each. On tensor cores, a tile of down has twice as many: as many
+            sums, and as many weights for each input that is read.
+        rows: Tokens of one expert.
+        warps: Of a program.
+        stages: Triton's `num_stages`.
+    """
 
     outputs: int
     rows: int
@@ -297,16 +336,15 @@ class TileTable:
 def units_of_step(layout: MatrixLayout, *, has_tensor_cores: bool) -> int:
     """Return how many units of codes of each output one step of a kernel reads.
 
-    With tensor cores a step reads 64 to 128 bytes, the size of a memory transaction, or the 32 of a
-    group of MXFP8, whose outputs then have one scale each. Without them a thread keeps all operands
-    of a step in registers, so steps are as small as possible.
+    With tensor cores a step reads 64 bytes of codes of each output, the size of two sectors of
+    memory, or 128 bytes of 16-bit weights. Without them a thread keeps all operands of a step in
+    registers, so steps are as small as possible.
     """
     if not has_tensor_cores:
         return 16
-    if layout.unit_inputs > 1:
-        return 16 if layout.unit_inputs == _NIBBLES else 32
-    # A word of AWQ is loaded once per output that it holds, and staged as often.
-    return 32 if layout.unit_outputs > 1 or layout.group_size == MXFP8_COLUMNS else 64
+    if layout.unit_outputs > 1:
+        return 32  # a word of AWQ is loaded once per output that it holds, and staged as often
+    return 64 if layout.kind == "plain" else _STEP_BYTES // layout.unit.itemsize
 
 
 def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:
@@ -318,21 +356,22 @@ def key_of(layout: MatrixLayout, tokens_per_expert: float) -> TileKey:
 def default_shape(layout: MatrixLayout, bucket: int, capability: tuple[int, int]) -> TileShape:
     """Return the tile for keys without a measurement.
 
-    With 128 rows it depends on format and card: `bench/RESULTS.md`, "On a GPU", has rates of an
-    H200 and counts of FP8's machine code for 8.6 and 8.9.
+    From 64 rows on it depends on format and card, by counts of machine code and rates of an H200:
+    `bench/RESULTS.md`, "On a GPU".
     """
     rows = _rows(bucket, capability)
+    shape = TileShape(outputs=_MIN_OUTPUTS, rows=rows, warps=4, stages=3)
     if capability < TENSOR_CORES_SINCE:
-        return TileShape(outputs=_MIN_OUTPUTS, rows=rows, warps=4, stages=2)
-    shape = TileShape(
-        outputs=_MIN_OUTPUTS, rows=rows, warps=8 if rows == MAX_TILE_ROWS else 4, stages=3
-    )
-    if rows < MAX_TILE_ROWS or layout.unit == torch.float32:
+        return replace(shape, stages=2)
+    if rows < MAX_TILE_ROWS:
         return shape
-    has_227_kib = capability[0] in _WITH_227_KIB
-    if layout.kind == "e4m3":
-        return replace(shape, rows=rows if has_227_kib else rows // 2, warps=4)
-    return replace(shape, outputs=2 * _MIN_OUTPUTS) if has_227_kib else shape
+    if layout.unit == torch.float32:
+        return replace(shape, warps=8)
+    if capability[0] in _WITH_227_KIB:
+        return shape if layout.kind == "e4m3" else replace(shape, outputs=128, warps=8)
+    if layout.kind != "plain":
+        return replace(shape, rows=rows // 2)
+    return shape if capability == AMPERE else replace(shape, warps=8)
 
 
 def _rows(bucket: int, capability: tuple[int, int]) -> int:

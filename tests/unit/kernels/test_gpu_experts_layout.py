@@ -18,9 +18,11 @@ from raymoe.kernels.gpu_experts_layout import (
 
 PLAIN = MatrixLayout(kind="plain", shape=(64, 64), unit=torch.float16, code_strides=(64, 1))
 WORDS = MatrixLayout(
-    kind="int4", shape=(64, 64), unit=torch.int32, unit_inputs=8, code_strides=(8, 1)
+    kind="int4", shape=(64, 64), unit=torch.int16, unit_inputs=4, code_strides=(16, 1)
 )
-FP8 = MatrixLayout(kind="e4m3", shape=(64, 64), unit=torch.uint8, code_strides=(64, 1))
+FP8 = MatrixLayout(
+    kind="e4m3", shape=(64, 64), unit=torch.int16, unit_inputs=2, code_strides=(32, 1)
+)
 FLOAT32 = MatrixLayout(kind="plain", shape=(64, 64), unit=torch.float32, code_strides=(64, 1))
 MEASURED = TileShape(outputs=128, rows=32, warps=8, stages=4)
 CAPABILITIES = [(7, 5), (8, 0), (8, 9), (9, 0)]
@@ -30,7 +32,7 @@ def test_a_key_is_the_format_and_the_bucket_below() -> None:
     assert key_of(PLAIN, 0.1) == TileKey("plain float16 1x1", 1)
     assert key_of(PLAIN, 63.9).bucket == 32
     assert key_of(PLAIN, 1e6).bucket == BUCKETS[-1]
-    assert key_of(WORDS, 64).format == "int4 int32 8x1"
+    assert key_of(WORDS, 64).format == "int4 int16 4x1"
 
 
 def test_what_was_measured_goes_before_the_default() -> None:
@@ -44,14 +46,15 @@ def test_what_was_measured_goes_before_the_default() -> None:
     ("layout", "bucket", "capability", "tile"),
     [
         (PLAIN, 1024, (7, 5), (64, 32, 4)),
-        (PLAIN, 1024, (8, 0), (64, 128, 8)),
-        (WORDS, 1024, (8, 9), (64, 128, 8)),
+        (PLAIN, 1024, (8, 0), (64, 128, 4)),
+        (PLAIN, 1024, (8, 6), (64, 128, 8)),
+        (WORDS, 1024, (8, 9), (64, 64, 4)),
         (FP8, 1024, (8, 9), (64, 64, 4)),
         (PLAIN, 128, (9, 0), (128, 128, 8)),
         (WORDS, 128, (9, 0), (128, 128, 8)),
         (FP8, 128, (9, 0), (64, 128, 4)),
         (FLOAT32, 1024, (9, 0), (64, 128, 8)),
-        (WORDS, 1024, (12, 0), (64, 128, 8)),
+        (WORDS, 1024, (12, 0), (64, 64, 4)),
         (WORDS, 64, (9, 0), (64, 64, 4)),
         (WORDS, 16, (9, 0), (64, 32, 4)),
         (PLAIN, 1, (8, 0), (64, 16, 4)),
@@ -105,7 +108,7 @@ def test_tiles_that_the_kernels_cannot_use_are_refused(
 
 
 def test_a_step_of_tensor_cores_reads_64_to_128_bytes_of_every_output() -> None:
-    for layout in (PLAIN, WORDS):
+    for layout in (PLAIN, WORDS, FP8):
         units = units_of_step(layout, has_tensor_cores=True)
         assert 64 <= units * layout.unit.itemsize <= 128
         assert units_of_step(layout, has_tensor_cores=False) == 16
