@@ -42,8 +42,8 @@ class KernelMatrix:
         step: Units that one step of a kernel reads.
         is_even: Whether the inputs are a multiple of a step.
         alignment: Bytes of which all addresses of codes are multiples.
-        groups: "step" if a step lies in one quantisation group, "even" if it consists of whole
-            ones, "unit" if the units of all planes lie in the same group, "plane" otherwise.
+        groups: "even" if a step consists of whole quantisation groups, "step" if it lies in one,
+            "unit" if the units of all planes lie in the same group, "plane" otherwise.
         step_groups: Groups of a step, if they are "even".
         has_scale_pairs: Whether scales of one byte are read two at a time.
         programs: PTX for each plane, which decodes in pairs; empty for Triton's arithmetic.
@@ -153,10 +153,10 @@ def _groups(layout: MatrixLayout, group_size: int, step: int) -> str:
     if layout.has_order:
         return "plane"
     inputs = step * layout.unit_inputs
-    if group_size % inputs == 0 or group_size >= layout.shape[1]:
-        return "step"
     if inputs % group_size == 0 and group_size % layout.unit_inputs == 0:
         return "even"
+    if group_size % inputs == 0 or group_size >= layout.shape[1]:
+        return "step"
     return "unit" if group_size % layout.unit_inputs == 0 else "plane"
 
 
@@ -287,18 +287,46 @@ def _load_zeros(
     M: tl.constexpr,
 ) -> tl.tensor:
     """Load zero points. GPTQ stores each less one, with borrows across the nibbles of a word."""
-    zeros_ptr = pointer(row_ptr, M.field + ZEROS, tl.int32, 4)
-    words_O1 = (outputs_O // 8)[:, None] * M.zero_output_stride
-    words_OG = tl.load(
-        zeros_ptr + (words_O1 + groups_1G * M.zero_group_stride), mask=inside_OG, other=0
-    )
-    if M.zeros == "gptq":
-        words_OG = ((words_OG.to(tl.int64) & WORD_MASK) + GPTQ_ONES) & WORD_MASK
-    if M.zeros == "awq":  # noqa: SIM108 - Triton would compute both
-        shifts_O1 = awq_shifts(outputs_O)[:, None]
+    if M.zeros == "packed":
+        zeros_OG = _load_nibbles(row_ptr, outputs_O, groups_1G, inside_OG, M)
     else:
-        shifts_O1 = (outputs_O % 8 * 4)[:, None]
-    return ((words_OG >> shifts_O1) & 0xF).to(tl.float32)
+        zeros_ptr = pointer(row_ptr, M.field + ZEROS, tl.int32, 4)
+        words_O1 = (outputs_O // 8)[:, None] * M.zero_output_stride
+        words_OG = tl.load(
+            zeros_ptr + (words_O1 + groups_1G * M.zero_group_stride), mask=inside_OG, other=0
+        )
+        if M.zeros == "gptq":
+            words_OG = ((words_OG.to(tl.int64) & WORD_MASK) + GPTQ_ONES) & WORD_MASK
+        if M.zeros == "awq":
+            shifts_O1 = awq_shifts(outputs_O)[:, None]
+        else:
+            shifts_O1 = (outputs_O % 8 * 4)[:, None]
+        zeros_OG = (words_OG >> shifts_O1) & 0xF
+    return zeros_OG.to(tl.float32)
+
+
+@triton.jit
+def _load_nibbles(
+    row_ptr: tl.tensor,
+    outputs_O: tl.tensor,
+    groups_1G: tl.tensor,
+    inside_OG: tl.tensor,
+    M: tl.constexpr,
+) -> tl.tensor:
+    """Load packed zero points, each word of 16 bits once for each of its four outputs.
+
+    A shift that depends on the output would keep the layout of a product's operand from reaching
+    the loads, as only loads and constants may begin what it is computed from.
+    """
+    halves_ptr = pointer(row_ptr, M.field + ZEROS, tl.uint16, 4)
+    halves_O1 = (outputs_O // 8 * (2 * M.zero_output_stride) + outputs_O % 8 // 4)[:, None]
+    places_OG = halves_O1 + groups_1G * (2 * M.zero_group_stride)
+    zeros_OG = tl.full([1, 1], 0, tl.int32)
+    for place in tl.static_range(4):
+        is_there_OG = inside_OG & (outputs_O % 4 == place)[:, None]
+        half_OG = tl.load(halves_ptr + places_OG, mask=is_there_OG, other=0).to(tl.int32)
+        zeros_OG = zeros_OG | ((half_OG >> (4 * place)) & 0xF)
+    return zeros_OG
 
 
 @triton.jit
