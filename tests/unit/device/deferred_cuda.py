@@ -25,10 +25,10 @@ from raymoe.engine import load, rank_model
 from raymoe.kernels import elementwise
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
-_HOST_WAITS = (
+HOST_WAITS = (
     Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__,
 )  # fmt: skip
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
 
 
 class DeferredCuda(FakeCuda):
@@ -124,7 +124,7 @@ class _HostWaits(TorchFunctionMode):
         self._cuda = cuda
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _HOST_WAITS:
+        if func in HOST_WAITS:
             self._cuda.wait_here()
         return func(*args, **(kwargs or {}))
 
@@ -144,7 +144,7 @@ class _Deferred(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if not self._cuda.is_in_stream or func.is_view or schema.name in _ALLOCATIONS:
+        if not self._cuda.is_in_stream or func.is_view or schema.name in ALLOCATIONS:
             return func(*args, **kwargs)
         if schema.is_mutable:
             self._cuda.launch(lambda: func(*args, **kwargs))
@@ -179,17 +179,22 @@ def _garbage_like(shape: Tensor) -> Tensor:
     return garbage
 
 
-@pytest.fixture
-def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeferredCuda]]:
-    """Kernels of the host leave the tensors of these devices' streams alone, as on a GPU."""
-    devices: list[DeferredCuda] = []
+def leave_streams_alone(patch: pytest.MonkeyPatch, devices: list[DeferredCuda]) -> None:
+    """Keep kernels of the host from the tensors of these devices' streams, as on a GPU."""
     for name in ("_norm_is_native", "_rope_is_native", "_router_is_native"):
         is_native = getattr(elementwise, name)
 
         def on_host(*args: object, is_native=is_native) -> bool:
             return not any(cuda.is_in_stream for cuda in devices) and is_native(*args)
 
-        monkeypatch.setattr(elementwise, name, on_host)
+        patch.setattr(elementwise, name, on_host)
+
+
+@pytest.fixture
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> list[DeferredCuda]:
+    """Devices whose streams kernels of the host leave alone; tests add theirs."""
+    devices: list[DeferredCuda] = []
+    leave_streams_alone(monkeypatch, devices)
     return devices
 
 
