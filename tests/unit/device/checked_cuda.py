@@ -228,7 +228,8 @@ class CheckedCuda(DeferredCuda):
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note an operation of torch."""
         reads, writes = _operands(func, args, kwargs)
-        made = [tensor for tensor in _tensors(result) if all(tensor is not w for w in writes)]
+        given = {tensor.untyped_storage().data_ptr() for tensor in (*reads, *writes)}
+        made = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in given]
         is_made_there = kwargs.get("device") == self.device or (
             self.is_in_stream and not reads and not writes
         )
@@ -237,8 +238,8 @@ class CheckedCuda(DeferredCuda):
             name, label = func._schema.name.removeprefix("aten::"), self.me().label
             for tensor in made:
                 self._placed(tensor, f"a result in {label}", self.stream if is_there else None)
-            if func._schema.name in ALLOCATIONS:
-                return
+            if func._schema.name in ALLOCATIONS or not (made or writes):
+                return  # nothing was computed
             (self.in_stream if is_there else self.on_host)(name, reads, [*writes, *made])
 
     def read_by_host(self, func: Callable[..., Any], tensor: Tensor) -> None:

@@ -95,7 +95,9 @@ def test_tasks_of_two_lanes_need_a_wait(lanes: Lanes) -> None:
     sent = lanes.send()
     lanes.compute()
     lanes.fill(sent).wait()
-    assert lanes.hazards() == [READ_TOO_EARLY]
+    (hazard,) = lanes.hazards()
+    assert "copy of hid[0,0]" in hazard  # which of them comes first is left to chance
+    assert "add_ of pre[0,0]" in hazard
 
 
 def test_what_a_thread_has_waited_for_comes_before_what_it_submits(lanes: Lanes) -> None:
