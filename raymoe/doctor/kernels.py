@@ -34,6 +34,7 @@ from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.state import causal_conv, scan
+from raymoe.kernels.tensors import to_device
 from raymoe.kernels.torch_attention import (
     PagedBatch,
     append_and_attend_latent_paged,
@@ -300,12 +301,12 @@ def attention(
                 append_and_attend_ragged,
             )
 
-            ragged = RaggedBatch.of(batch, compute, device)
+            ragged = to_device(RaggedBatch.of(batch, compute), device)
             got = append_and_attend_ragged(projected, cache, ragged, Scoring(scale=scale))
         elif device == CPU:
             got = append_and_attend(*projected, cache, batch, scale=scale)
         else:
-            paged = PagedBatch.of(batch, layout, device)
+            paged = to_device(PagedBatch.of(batch, layout), device)
             got = append_and_attend_paged(projected, cache, paged, scale=scale)
         yield got, want[rows]
 
@@ -356,7 +357,7 @@ def _latent_attention(
         )
 
     def paged(query: Tensor, latent: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-        there = PagedBatch.of(batch, layout, device)
+        there = to_device(PagedBatch.of(batch, layout), device)
         return append_and_attend_latent_paged(query, latent, cache, there, heads=heads, scale=scale)
 
     def ragged(query: Tensor, latent: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -368,7 +369,8 @@ def _latent_attention(
 
         assert compute is not None
         minimum = heads.min_plain_tokens
-        there = LatentRaggedBatch.of(batch, layout, compute, device, min_plain_tokens=minimum)
+        tiles = LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=minimum)
+        there = to_device(tiles, device)
         return append_and_attend_latent_ragged(
             query, latent, cache, there, heads=heads, scoring=Scoring(scale=scale)
         )
@@ -422,7 +424,7 @@ def states(dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:
 
 
 def _prepared(batch: AttentionBatch, device: torch.device) -> AttentionBatch | StateBatch:
-    return batch if device == CPU else StateBatch.of(batch, device)
+    return batch if device == CPU else to_device(StateBatch.of(batch, device), device)
 
 
 def _convolved(inputs_TC: Tensor, weight_WC: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from raymoe.plan.policy import Policy
 from raymoe.plan.work import ModelWork
 from raymoe.runtime.batch import blocks_of_tokens
 from raymoe.runtime.in_place import InPlace
+from raymoe.runtime.inputs import StepInputs
 from raymoe.runtime.micro_batches import Division
 from raymoe.runtime.operations import StreamedMemory
 from raymoe.runtime.runner import BeforeStep, ModelRunner
@@ -348,6 +349,7 @@ def _load_memory(
             spec, sizes, model.kv_layouts, dtype=dtype, allocate=device.allocate
         ),
         host=HostActivations(spec, sizes, dtype=dtype, allocate=device.allocate_pinned),
+        inputs=StepInputs(device),
         staging=[
             device.allocate_pinned(steps.page_length) for _ in range(steps.device.staging_slots)
         ],

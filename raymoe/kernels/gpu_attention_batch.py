@@ -170,7 +170,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
-    """An `AttentionBatch` on the device for the Triton kernels.
+    """An `AttentionBatch` as the Triton kernels take it.
 
     Attributes:
         slots_T: int64, slot of each token in the cache, in tokens.
@@ -185,15 +185,16 @@ class RaggedBatch:
     together: Tiles
 
     @classmethod
-    def of(cls, batch: AttentionBatch, compute: AttentionCompute, device: torch.device) -> Self:
+    def of(cls, batch: AttentionBatch, compute: AttentionCompute) -> Self:
+        """Compute the tiles, on the host."""
         work = _Work(batch)
         is_alone_S = work.num_scheduled_tokens_S == 1
         return cls(
             compute=compute,
-            slots_T=_sent(work.slots_T, torch.int64, device),
-            table_SM=_sent(work.table_SM, torch.int32, device),
-            alone=work.tiles(is_alone_S, 1, device),
-            together=work.tiles(~is_alone_S, compute.tile_tokens, device),
+            slots_T=_tensor(work.slots_T, torch.int64),
+            table_SM=_tensor(work.table_SM, torch.int32),
+            alone=work.tiles(is_alone_S, 1),
+            together=work.tiles(~is_alone_S, compute.tile_tokens),
         )
 
 
@@ -212,7 +213,7 @@ class UpProjected(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRaggedBatch:
-    """An `AttentionBatch` on the device for the Triton kernels over a latent cache.
+    """An `AttentionBatch` as the Triton kernels over a latent cache take it.
 
     Attributes:
         slots_T: int64, slot of each token in the cache, in tokens.
@@ -235,11 +236,10 @@ class LatentRaggedBatch:
         batch: AttentionBatch,
         layout: CacheLayout,
         compute: AttentionCompute,
-        device: torch.device,
         *,
         min_plain_tokens: int,
     ) -> Self:
-        """Compute the tiles on the host and copy them to `device`.
+        """Compute the tiles, on the host.
 
         Sequences with at least `min_plain_tokens` new tokens use the plain form.
         """
@@ -249,12 +249,12 @@ class LatentRaggedBatch:
         row_bytes = layout.block_bytes // BLOCK_TOKENS
         return cls(
             compute=compute,
-            slots_T=_sent(work.slots_T, torch.int64, device),
-            table_SM=_sent(work.table_SM, torch.int32, device),
-            tokens_A=_sent(tokens_A, torch.int64, device),
-            alone=work.tiles(is_alone_S, 1, device, is_packed=True),
+            slots_T=_tensor(work.slots_T, torch.int64),
+            table_SM=_tensor(work.table_SM, torch.int32),
+            tokens_A=_tensor(tokens_A, torch.int64),
+            alone=work.tiles(is_alone_S, 1, is_packed=True),
             up_projected=tuple(
-                work.up_projected(members, compute.tile_tokens, device)
+                work.up_projected(members, compute.tile_tokens)
                 for members in _groups(~is_alone_S, work.contexts_S, GATHERED_BYTES // row_bytes)
             ),
         )
@@ -280,9 +280,7 @@ class _Work:
         offsets_T = np.arange(len(self.sequence_T)) - self.starts_S[self.sequence_T]
         self.slots_T = self._slots(self.sequence_T, self._firsts_S[self.sequence_T] + offsets_T)
 
-    def tiles(
-        self, chosen_S: Bools, tokens: int, device: torch.device, *, is_packed: bool = False
-    ) -> Tiles:
+    def tiles(self, chosen_S: Bools, tokens: int, *, is_packed: bool = False) -> Tiles:
         """Cut the new tokens of some sequences into tiles of at most `tokens`.
 
         Args:
@@ -295,28 +293,20 @@ class _Work:
                 np.cumsum(self.num_scheduled_tokens_S[members])
                 - self.num_scheduled_tokens_S[members]
             )
-        return self._tiles(members, tokens, device, names=members, starts=starts)
+        return self._tiles(members, tokens, names=members, starts=starts)
 
-    def up_projected(self, members: Int64s, tokens: int, device: torch.device) -> UpProjected:
+    def up_projected(self, members: Int64s, tokens: int) -> UpProjected:
         contexts, names = self.contexts_S[members], np.arange(len(members))
         starts = np.cumsum(contexts) - contexts
         sequence_C = np.repeat(members, contexts)
         position_C = np.arange(len(sequence_C)) - np.repeat(starts, contexts)
         return UpProjected(
-            _sent(self._slots(sequence_C, position_C), torch.int64, device),
-            _sent(starts[:, None], torch.int32, device),
-            self._tiles(members, tokens, device, names=names, starts=self.starts_S[members]),
+            _tensor(self._slots(sequence_C, position_C), torch.int64),
+            _tensor(starts[:, None], torch.int32),
+            self._tiles(members, tokens, names=names, starts=self.starts_S[members]),
         )
 
-    def _tiles(
-        self,
-        members: Int64s,
-        tokens: int,
-        device: torch.device,
-        *,
-        names: Int64s,
-        starts: Int64s,
-    ) -> Tiles:
+    def _tiles(self, members: Int64s, tokens: int, *, names: Int64s, starts: Int64s) -> Tiles:
         num_scheduled_tokens = self.num_scheduled_tokens_S[members]
         counts = -(-num_scheduled_tokens // tokens)
         of_N = np.repeat(np.arange(len(members)), counts)
@@ -330,7 +320,7 @@ class _Work:
         )
         order_N = np.argsort(-position_N, kind="stable")
         return Tiles(
-            _sent(np.stack(fields, axis=1)[order_N], torch.int32, device),
+            _tensor(np.stack(fields, axis=1)[order_N], torch.int32),
             tokens,
             int(self.contexts_S[members].max(initial=0)),
         )
@@ -355,5 +345,5 @@ def _groups(chosen_S: Bools, contexts_S: Int64s, max_positions: int) -> Iterator
         yield np.array(group)
 
 
-def _sent(values: Int64s, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(device)
+def _tensor(values: Int64s, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)

@@ -43,15 +43,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """An `AttentionBatch` as indices on the device, made once for all layers of a step."""
+    """An `AttentionBatch` as indices for the device, made once for all layers of a step."""
 
     blocks_T: Tensor
     offsets_T: Tensor
     groups: tuple[Group, ...]
 
     @classmethod
-    def of(cls, batch: AttentionBatch, layout: CacheLayout, device: torch.device) -> Self:
-        """Compute the indices on the host and copy them to `device`."""
+    def of(cls, batch: AttentionBatch, layout: CacheLayout) -> Self:
+        """Compute the indices, on the host."""
         starts, contexts = batch.query_start.long(), batch.context_tokens.long()
         num_scheduled_tokens = starts.diff()
         sequence_T = torch.repeat_interleave(num_scheduled_tokens)
@@ -59,14 +59,13 @@ class PagedBatch:
         blocks_T = batch.block_table.long()[sequence_T, positions_T // BLOCK_TOKENS]
         groups = [
             Group(
-                (starts[members, None] + torch.arange(take)).to(device),
-                _blocks(batch, contexts, members, num_blocks).to(device),
-                contexts[members].to(device),
+                starts[members, None] + torch.arange(take),
+                _blocks(batch, contexts, members, num_blocks),
+                contexts[members],
             )
             for members, take, num_blocks in _group(num_scheduled_tokens, contexts, layout)
         ]
-        offsets_T = positions_T % BLOCK_TOKENS
-        return cls(blocks_T.to(device), offsets_T.to(device), tuple(groups))
+        return cls(blocks_T, positions_T % BLOCK_TOKENS, tuple(groups))
 
 
 def _group(

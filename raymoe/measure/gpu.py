@@ -23,6 +23,7 @@ from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gpu_attention_batch import RaggedBatch, attention_compute
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout
+from raymoe.kernels.tensors import to_device
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from raymoe.measure.jobs import (
     AttentionShape,
@@ -402,14 +403,14 @@ def device_attention(
     """What appends to a cache on the device and attends, by Triton's kernels or torch."""
     scale, compute = value_dim**-0.5, attention_compute(device, layout.dtype, value_dim)
     if compute is None:
-        paged = PagedBatch.of(step, layout, device)
+        paged = to_device(PagedBatch.of(step, layout), device)
         return lambda projected, cache: append_and_attend_paged(
             projected, cache, paged, scale=scale
         )
     # This module imports Triton.
     from raymoe.kernels.gpu_attention import Scoring, append_and_attend_ragged  # noqa: PLC0415
 
-    ragged = RaggedBatch.of(step, compute, device)
+    ragged = to_device(RaggedBatch.of(step, compute), device)
     return lambda projected, cache: append_and_attend_ragged(
         projected, cache, ragged, Scoring(scale=scale)
     )

@@ -15,6 +15,7 @@ from raymoe.kernels.cpu_linear import Linear, make_linear
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
 from raymoe.kernels.state import scan
+from raymoe.kernels.tensors import to_device
 from raymoe.measure.timing import KernelJob
 from raymoe.memory.arena import HostArena
 from raymoe.specs.weight_format import Gptq, PackedInt4, Piece, WeightFormat
@@ -211,7 +212,8 @@ def scan_job(
     else:
         size = (batch, *shape.state_shape)
         layers = [torch.full(size, STATE, dtype=shape.state_dtype, device=device)]
-        prepared = StateBatch.of(sequences, device, has_channel_decays=shape.per_channel)
+        indices = StateBatch.of(sequences, device, has_channel_decays=shape.per_channel)
+        prepared = to_device(indices, device)
     return KernelJob(
         kernel="state step" if new_tokens == 1 else "state prefill",
         case=f"{shape}, {batch} x {new_tokens}",

@@ -52,7 +52,7 @@ class LayerAttention(Protocol):
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
-        """Prepare a batch for `attend_staged` on the device of the weights, once for all layers."""
+        """Prepare a batch for `attend_staged` on `device`, once for all layers; on the host."""
 
     def attend_staged(
         self,
@@ -186,8 +186,8 @@ class Attention(OneForm):
         dim = self._spec.value_dim
         compute = gpu_attention_batch.attention_compute(device, self._dtype, dim)
         if compute is None:
-            return PagedBatch.of(batch, layout, device)
-        return RaggedBatch.of(batch, compute, device)
+            return PagedBatch.of(batch, layout)
+        return RaggedBatch.of(batch, compute)
 
     def attend_staged(
         self,
@@ -314,10 +314,8 @@ class LatentAttention:
     ) -> StagedBatch:
         compute = gpu_attention_batch.attention_compute(device, self._dtype)
         if compute is None:
-            return PagedBatch.of(batch, layout, device)
-        return LatentRaggedBatch.of(
-            batch, layout, compute, device, min_plain_tokens=self._min_plain_tokens
-        )
+            return PagedBatch.of(batch, layout)
+        return LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=self._min_plain_tokens)
 
     def attend_staged(
         self,

@@ -13,6 +13,7 @@ from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import SPLIT_POSITIONS
 from raymoe.kernels.gpu_experts_layout import BUCKETS, balanced_routing
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, largest_layout
+from raymoe.kernels.tensors import to_device
 from raymoe.model.decoder import Decoder
 from raymoe.specs.layer_weights import expert_weights, layer_prefix
 from raymoe.specs.layers import MoeSpec
@@ -87,7 +88,9 @@ def compile_attention(
     steps = ((1, 1), (1, SPLIT_POSITIONS + 1), (prompt, prompt))
     sequences = [_one_sequence(*step) for step in steps]
     batches = [
-        decoder.staged_batch(each, largest_layout(layouts), device, with_states=each)
+        to_device(
+            decoder.staged_batch(each, largest_layout(layouts), device, with_states=each), device
+        )
         for each in sequences
     ]
     kinds = [

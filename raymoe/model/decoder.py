@@ -90,7 +90,7 @@ class Posted(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """The sequences for which the device attends, as indices there; None where no layer needs it.
+    """The sequences for which the device attends, as indices; None where no layer needs them.
 
     Attributes:
         kv: For layers with KV.
@@ -263,10 +263,11 @@ class Decoder:
         *,
         with_states: AttentionBatch | None,
     ) -> StagedRows:
-        """Prepare a batch for `attend_staged`, once for all layers.
+        """Prepare a batch for `attend_staged`, once for all layers; on the host.
 
         Args:
-            batch: On the host; its block table is that of the staged blocks.
+            batch: Its block table is that of the staged blocks.
+            device: Where the layers attend, which must get what is returned.
             with_states: Sequences whose states are on the device; None if states are on the host.
         """
         kv, states = self._staging_layers

@@ -96,7 +96,7 @@ class Recurrent(OneForm):
         return self._update(projected, cache, batch)
 
     def staged_batch(self, batch: AttentionBatch, device: torch.device) -> StateBatch:
-        """Prepare a batch for `attend_staged`, once for all such layers."""
+        """Prepare a batch for `attend_staged` on `device`, once for all; on the host."""
         has_channel_decays = self._spec.kind == "kimi_delta"
         return StateBatch.of(batch, device, has_channel_decays=has_channel_decays)
 

@@ -14,6 +14,7 @@ from raymoe.memory.kv_cache import copy_states
 from raymoe.model.decoder import Decoder, Projected, StagedRows
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Bindings, Executor, Run
+from raymoe.runtime.inputs import StepInputs
 from raymoe.runtime.micro_batches import whole_batch
 from raymoe.runtime.runner import BeforeStep
 from raymoe.schedule.graph import Op, Schedule, Task
@@ -64,6 +65,7 @@ class InPlace:
         self.decoder, self._cache, self._layouts = decoder, cache, layouts
         self._layout = largest_layout(layouts)
         self._device, self._before_step = device, before_step
+        self._inputs = StepInputs(device)
         schedule = build(decoder.spec.num_layers)
         self._executor = Executor(schedule, self.bindings, device.lanes)
 
@@ -95,13 +97,14 @@ class InPlace:
             attention = decoder.staged_batch(sequences, self._layout, target, with_states=sequences)
         prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
         state = InPlaceState(
-            torch.from_numpy(batch.token_ids).to(target),
-            torch.from_numpy(batch.positions).to(target),
-            None if prompts is None else torch.from_numpy(prompts).to(target),
-            torch.from_numpy(batch.logit_rows).to(target),
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            None if prompts is None else torch.from_numpy(prompts),
+            torch.from_numpy(batch.logit_rows),
             attention,
         )
         if self._device.lanes:
+            state = self._inputs.send(state)
             self._device.synchronize()
         if self._before_step is not None:
             self._before_step(whole_batch(batch), self._executor.schedule, 0)

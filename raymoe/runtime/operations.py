@@ -21,6 +21,7 @@ from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Posted, StagedRows
 from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings, OnDead
+from raymoe.runtime.inputs import StepInputs
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
 from raymoe.schedule.placement import LayerPlacement
@@ -81,6 +82,7 @@ class StreamedMemory:
         states: States of all sequences by layer; empty for layers with KV, and where the host has
             them.
         host: Activations on the host; its ring is as long as that of the device.
+        inputs: Sends indices and positions of a step to the device.
         staging: Pinned pages between pageable memory and the device; empty if nothing is staged.
         is_cache_pinned: Whether the KV cache is page-locked.
         poison: Overwrites device memory that nobody will read: whoever reads it after all shows.
@@ -97,6 +99,7 @@ class StreamedMemory:
     states: Sequence[Tensor]
     device: DeviceActivations
     host: HostActivations
+    inputs: StepInputs
     staging: Sequence[Tensor]
     is_cache_pinned: bool
     poison: Callable[[Tensor], None] | None = None
@@ -142,7 +145,7 @@ class StreamedMemory:
             CapacityError: A micro-batch is larger than its buffers.
         """
         self._check_room(cut)
-        batch, decoder, device = cut.batch, self.decoders[0], self.torch_device
+        batch, decoder = cut.batch, self.decoders[0]
         for each in self.decoders:
             each.reserve(batch.num_positions)
         if batch.state_copies:
@@ -151,24 +154,33 @@ class StreamedMemory:
         layout = largest_layout(self.layouts)
         has_states = any(len(states) for states in self.states)
         prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
+        staged = [
+            decoder.staged_batch(
+                each.staged.to_tensors(),
+                layout,
+                self.torch_device,
+                with_states=each.sequences.to_tensors() if has_states else None,
+            )
+            for each in cut.micro_batches
+        ]
+        positions_T, prompt_tokens_T, logit_places_R, staged = self.inputs.send(
+            (
+                torch.from_numpy(batch.positions),
+                None if prompts is None else torch.from_numpy(prompts),
+                torch.from_numpy(batch.logit_rows),
+                staged,
+            )
+        )
         return StreamedState(
-            cut,
-            form,
-            torch.from_numpy(batch.token_ids),  # the host embeds
-            torch.from_numpy(batch.positions).to(device),
-            None if prompts is None else torch.from_numpy(prompts).to(device),
-            torch.from_numpy(batch.logit_rows).to(device),
-            [each.host.to_tensors() for each in cut.micro_batches],
-            [each.device.to_tensors() for each in cut.micro_batches],
-            [
-                decoder.staged_batch(
-                    each.staged.to_tensors(),
-                    layout,
-                    device,
-                    with_states=each.sequences.to_tensors() if has_states else None,
-                )
-                for each in cut.micro_batches
-            ],
+            cut=cut,
+            form=form,
+            token_ids_T=torch.from_numpy(batch.token_ids),  # the host embeds
+            positions_T=positions_T,
+            prompt_tokens_T=prompt_tokens_T,
+            logit_places_R=logit_places_R,
+            host=[each.host.to_tensors() for each in cut.micro_batches],
+            device=[each.device.to_tensors() for each in cut.micro_batches],
+            staged=staged,
         )
 
     def _check_room(self, cut: CutBatch) -> None:

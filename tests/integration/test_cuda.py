@@ -7,9 +7,13 @@ import torch
 
 from raymoe.device.cuda import CudaDevice
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
+from raymoe.kernels.tensors import map_tensors
 from raymoe.memory import shared_file
 from raymoe.plan.footprint import workspace_bytes
+from raymoe.runtime.micro_batches import CutBatch
+from raymoe.runtime.operations import StreamedMemory, StreamedState
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
+from raymoe.schedule.program import StepForm
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
@@ -97,6 +101,31 @@ def test_passes_allocate_nothing_and_a_full_gpu_is_refused_at_the_start(
     cuda.allocated, cuda.memory_bytes = [], device.ledger.used_bytes // 2
     with pytest.raises(CapacityError, match="something else uses it"):
         schedules.make_engine(name, {}, **config)
+
+
+def test_the_inputs_of_all_micro_batches_of_a_step_go_to_the_device_in_one_copy(
+    monkeypatch: pytest.MonkeyPatch, without_native_kernels: list[DeferredCuda]
+) -> None:
+    cuda, counts, launches = DeferredCuda(), [], []
+    without_native_kernels.append(cuda)
+    use_device(monkeypatch, lambda *_, **__: CudaDevice(cuda, GIB))
+    prepare, launch = StreamedMemory.prepare, cuda.launch
+    monkeypatch.setattr(cuda, "launch", lambda work: (launches.append(work), launch(work)))
+
+    def counted(memory: StreamedMemory, cut: CutBatch, form: StepForm) -> StreamedState:
+        before = len(launches)
+        state = prepare(memory, cut, form)
+        counts.append(len(launches) - before)
+        assert len(cut.micro_batches) == 3
+        found: set[int] = set()
+        sent = (state.positions_T, state.logit_places_R, state.staged)
+        map_tensors(lambda each: found.add(each.untyped_storage().data_ptr()) or each, sent)
+        assert len(found) == 1
+        return state
+
+    monkeypatch.setattr(StreamedMemory, "prepare", counted)
+    check("mixtral", "module_batching", "long prompt", "pages", hardware=hardware_preset("t4"))
+    assert set(counts) == {1}
 
 
 def test_an_engine_whose_device_fails_says_why_and_releases_all(

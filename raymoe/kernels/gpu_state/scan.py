@@ -52,7 +52,7 @@ class Chunks:
     levels: tuple[int, ...]
 
     @classmethod
-    def of(cls, sequences_SF: Int64s, length: int, num_tokens: int, device: torch.device) -> Self:
+    def of(cls, sequences_SF: Int64s, length: int, num_tokens: int) -> Self:
         """Cut sequences (slot, first token, number of tokens) into runs of `length`."""
         slots_S, firsts_S, counts_S = sequences_SF.T
         runs_S = -(-counts_S // length)
@@ -67,9 +67,9 @@ class Chunks:
             num_tokens,
         )
         return cls(
-            torch.from_numpy(tokens_XL).to(device),
-            torch.from_numpy(sequence_X).to(device),
-            torch.from_numpy(np.ascontiguousarray(slots_S)).to(device),
+            torch.from_numpy(tokens_XL),
+            torch.from_numpy(sequence_X),
+            torch.from_numpy(np.ascontiguousarray(slots_S)),
             tuple(level_X.tolist()),
         )
 
@@ -93,7 +93,7 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBatch:
-    """Sequences with new tokens as indices on the device, made once for all layers of a step.
+    """Sequences with new tokens as indices for the device, made once for all layers of a step.
 
     Attributes:
         num_tokens: Of the step (T).
@@ -115,9 +115,10 @@ class StateBatch:
     def of(
         cls, batch: AttentionBatch, device: torch.device, *, has_channel_decays: bool = False
     ) -> Self:
-        """Compute the indices on the host and copy them to `device`.
+        """Compute the indices, on the host.
 
         Args:
+            device: Where they are used.
             has_channel_decays: Whether there are decays for each channel, which makes pairs of
                 tokens expensive.
 
@@ -144,23 +145,22 @@ class StateBatch:
         if not uses_triton:
             cut.append((alone, 1))
 
-        def sent(values: Int64s, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).to(device)
-
         return cls(
             num_tokens=num_tokens,
-            fresh=sent(sequences_SF[is_fresh, 0], torch.int64),
-            sequences_SF=sent(sequences_SF, torch.int32),
-            sequence_T=sent(
+            fresh=_tensor(sequences_SF[is_fresh, 0], torch.int64),
+            sequences_SF=_tensor(sequences_SF, torch.int32),
+            sequence_T=_tensor(
                 np.repeat(np.arange(len(sequences_SF)), sequences_SF[:, 2]), torch.int32
             ),
-            scanned_SF=sent(alone, torch.int32) if uses_triton else None,
+            scanned_SF=_tensor(alone, torch.int32) if uses_triton else None,
             chunks=tuple(
-                Chunks.of(members, length, num_tokens, device)
-                for members, length in cut
-                if len(members)
+                Chunks.of(members, length, num_tokens) for members, length in cut if len(members)
             ),
         )
+
+
+def _tensor(values: Int64s, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
 
 def causal_conv_on_device(  # noqa: PLR0917 - an operator: its tensors are its arguments

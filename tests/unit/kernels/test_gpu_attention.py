@@ -13,6 +13,7 @@ from raymoe.kernels.gpu_attention_batch import (
     attention_compute,
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
+from raymoe.kernels.tensors import to_device
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 from tests.triton_mode import DEVICES
 
@@ -52,7 +53,7 @@ def run(
     return append_and_attend_ragged(
         Projected(*(each.to(device) for each in (case.query, case.key, case.value))),
         (case.cache.clone() if cache is None else cache).to(device),
-        RaggedBatch.of(case.batch(), compute, torch.device(device)),
+        to_device(RaggedBatch.of(case.batch(), compute), torch.device(device)),
         Scoring(scale=case.scale, sliding_window=window, sinks_H=sinks),
     ).cpu()
 

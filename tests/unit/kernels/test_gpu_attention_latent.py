@@ -9,6 +9,7 @@ from torch import Tensor
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch
 from raymoe.kernels.paged_kv import ALL_TOKENS, LatentHeads
+from raymoe.kernels.tensors import to_device
 from tests.native.attention_cases import BF16, FP16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
@@ -36,14 +37,13 @@ def run(
         case.batch(),
         case.layout,
         compute_of(case.query.dtype, device),
-        torch.device(device),
         min_plain_tokens=minimum,
     )
     return append_and_attend_latent_ragged(
         case.query.to(device),
         case.latent.to(device),
         (case.cache.clone() if cache is None else cache).to(device),
-        batch,
+        to_device(batch, torch.device(device)),
         heads=replace(heads, weight_HXR=heads.weight_HXR.to(device)),
         scoring=Scoring(scale=case.scale),
     ).cpu().view(len(case.query), -1, heads.value_dim)  # fmt: skip

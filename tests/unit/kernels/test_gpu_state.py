@@ -15,6 +15,7 @@ from raymoe.kernels.gpu_state.scan import (
     causal_conv_on_device,
     scan_on_device,
 )
+from raymoe.kernels.tensors import to_device
 from tests.kinds import covering
 from tests.native.test_cpu_state import (
     BF16,
@@ -58,7 +59,7 @@ class OnDevice:
         self._device = torch.device(device_of(way))
 
     def batch(self, case: ScanCase | ConvCase) -> StateBatch:
-        return StateBatch.of(case.batch, self._device)
+        return to_device(StateBatch.of(case.batch, self._device), self._device)
 
     def scan(self, case: ScanCase, states: Tensor) -> Tensor:
         tensors = (case.query, case.key, case.value, case.log_decay, case.gain)

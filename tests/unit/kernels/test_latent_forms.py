@@ -14,7 +14,6 @@ from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 
-CPU = torch.device("cpu")
 # Heads, N, rotated dimensions, V, rank: values narrower and wider than keys, odd sizes.
 SHAPES = [(4, 16, 8, 16, 32), (5, 24, 16, 48, 40), (1, 9, 8, 5, 24), (20, 40, 8, 24, 16)]
 
@@ -53,7 +52,7 @@ def plain(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor
 
 def by_torch(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor:
     cache = case.cache.clone() if cache is None else cache
-    batch = PagedBatch.of(case.batch(), case.layout, CPU)
+    batch = PagedBatch.of(case.batch(), case.layout)
     return append_and_attend_latent_paged(
         case.query, case.latent, cache, batch, heads=heads, scale=case.scale
     )

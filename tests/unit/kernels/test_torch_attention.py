@@ -12,14 +12,12 @@ from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from tests.kinds import covering
 from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
 
-CPU = torch.device("cpu")
-
 
 def run(case: Case, window: int | None = None, cache: Tensor | None = None) -> Tensor:
     return append_and_attend_paged(
         Projected(case.query, case.key, case.value),
         case.cache.clone() if cache is None else cache,
-        PagedBatch.of(case.batch(), case.layout, CPU),
+        PagedBatch.of(case.batch(), case.layout),
         scale=case.scale,
         sliding_window=window,
         sinks_H=None if case.sinks is None else case.sinks.to(case.query.dtype),
@@ -64,7 +62,7 @@ def test_sinks_take_their_part_of_the_softmax(
 def test_large_groups_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([(1 + 17 * n, 1) for n in range(12)] + [(40, 8)] * 3, (4, 2, 64), (FP32, FP32))
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 5 * case.layout.block_bytes)
-    assert len(PagedBatch.of(case.batch(), case.layout, CPU).groups) > 4
+    assert len(PagedBatch.of(case.batch(), case.layout).groups) > 4
     check(case)
 
 

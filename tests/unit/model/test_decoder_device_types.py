@@ -5,14 +5,13 @@ them and one of the host are refused, as they are between CUDA and the host. The
 and dynamic rotations ask for numbers, which such tensors do not have; they are not looked at.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
+from raymoe.kernels.tensors import to_device
 from raymoe.kernels.torch_attention import PagedBatch
 from raymoe.model.decoder import Decoder, StagedRows, cache_layouts
 from raymoe.model.loading import PagedLoader
@@ -49,14 +48,6 @@ def weights_on_device(spec: ModelSpec) -> dict[str, Tensor]:
     return weights
 
 
-def to_device(batch: PagedBatch) -> PagedBatch:
-    groups = tuple(
-        replace(group, **{name: getattr(group, name).to(DEVICE) for name in group.__slots__})
-        for group in batch.groups
-    )
-    return PagedBatch(batch.blocks_T.to(DEVICE), batch.offsets_T.to(DEVICE), groups)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -81,8 +72,9 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     )
     layouts = cache_layouts(spec, torch.float32)
     with_kv = [layout for layout in layouts if not layout.sequence_bytes]
-    kv = to_device(PagedBatch.of(BATCH, with_kv[0], torch.device("cpu")))
-    batch = StagedRows(kv, StateBatch.of(BATCH, DEVICE))
+    batch = to_device(
+        StagedRows(PagedBatch.of(BATCH, with_kv[0]), StateBatch.of(BATCH, DEVICE)), DEVICE
+    )
     hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
