@@ -28,6 +28,7 @@ from raymoe.engine.core import (
     longest_step_s,
     stacks_of_all_threads,
 )
+from raymoe.engine.device_memory import log_free_memory
 from raymoe.engine.grammars import GrammarServer, TokenBitmasks
 from raymoe.engine.load import EngineParts, load_parts
 from raymoe.engine.outputs import EngineStats, Generation
@@ -159,6 +160,7 @@ class BatchingWindow:
 
 Params = SamplingParams | Mapping[str, Any] | None
 STUCK_JOIN_S = 2.0  # how long `close` waits for a thread that the watchdog gave up
+FULL = 0.9  # share of the tokens of a step from which it counts as full
 MAX_SUBMITTING = 32  # calls of `agenerate` whose prompts are encoded at once; others wait
 _CLOSED = (
     "this engine is closed and its model is no longer in memory; load it again with "
@@ -203,6 +205,7 @@ class Engine:
 
     _checked_form: object = None  # by the latest `check_params`
     _submitter: ThreadPoolExecutor | None = None  # of `agenerate`, from its first call
+    _has_logged_memory = False
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
@@ -758,9 +761,20 @@ class Engine:
                 self._core.step()
                 self._watchdog.step_ends()
                 self._core.counters.time_step(begin_s)
+                self._log_memory()
         except BaseException as error:
             logger.exception("the engine failed")
+            if self._parts.device_memory is not None:
+                self._parts.device_memory.learn(error)
             self._fail_all(f"the engine failed: {type(error).__name__}: {error}", error)
+
+    def _log_memory(self) -> None:
+        """Say once what is free of a GPU's memory, when a step was about as large as any may be."""
+        largest = self._core.counters.max_step_tokens
+        is_full = largest >= FULL * self.policy.max_num_batched_tokens
+        if is_full and not self._has_logged_memory and self._parts.device_memory is not None:
+            self._has_logged_memory = True
+            log_free_memory(f"after a step of {largest:,} tokens")
 
     def _has_work(self) -> bool:
         """Take new rows in; waits while there is nothing to do. False ends the thread."""

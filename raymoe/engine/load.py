@@ -20,6 +20,7 @@ from raymoe.device.find_gpu import check_cuda, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
+from raymoe.engine.device_memory import DeviceMemory, log_free_memory
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
 from raymoe.engine.node import check_available, device_name, find_node, is_like_the_driver
 from raymoe.engine.progress import Tell, tell_log
@@ -75,6 +76,7 @@ class EngineParts:
         prefix_salt: Differs between lengths of prompts that do not share KV although they begin
             the same: rotary embeddings may depend on the length.
         restart_length: Length beyond which a row computes all its KV again.
+        device_memory: What the next engine leaves free of a GPU; None without one.
     """
 
     runner: Runner
@@ -92,6 +94,7 @@ class EngineParts:
     prefix_salt: PrefixSalt = no_salt
     has_states: bool = False
     restart_length: int | None = None
+    device_memory: DeviceMemory | None = None
 
     def close(self) -> None:
         """Give memory back; called once, when the engine has ended."""
@@ -140,7 +143,9 @@ def _load_parts(
         spec.media_tokens,
         split_special_tokens=config.split_special_tokens,
     )
-    shared = None
+    shared = device_memory = None
+    if device == "cuda":
+        device_memory = _device_memory(spec)
     try:
         weights = open_weights(spec, directory, config)
         on_host = None
@@ -149,19 +154,29 @@ def _load_parts(
         tell("planning")
         config = _with_dtype(config, spec, weights, device)
         shared = open_shared(config, files, device, _dtype(config, weights))
-        config, plan = _make_plan(spec, weights, agree(config, shared), on_host, shared=shared)
+        config = agree(config, shared)
+        config, plan = _make_plan(
+            spec, weights, config, on_host, shared=shared, device_memory=device_memory
+        )
         parts = _load_plan(
             tokenizer, spec, weights, config,
             plan=plan, shared=shared, new_arena=new_arena, tell=tell,
         )  # fmt: skip
         if shared is not None:
             _check_shared(parts, directory, files)
-        return parts
-    except BaseException:
+        return dataclasses.replace(parts, device_memory=device_memory)
+    except BaseException as error:
         tokenizer.close()
         if shared is not None:
             shared.close()
+        if device_memory is not None:
+            device_memory.learn(error)
         raise
+
+
+def _device_memory(spec: ModelSpec) -> DeviceMemory:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return DeviceMemory.of(Settings.from_environment().cache_directory, gpu, spec.name)
 
 
 def _check_gpu(config: EngineConfig, device: str) -> None:
@@ -246,6 +261,7 @@ def _make_plan(
     on_host: EngineConfig | None,
     *,
     shared: SharedFile | None,
+    device_memory: DeviceMemory | None,
 ) -> tuple[EngineConfig, Plan]:
     """Plan for the device, and for the cores alone where these are faster.
 
@@ -253,7 +269,13 @@ def _make_plan(
         on_host: The configuration for the cores alone; None if the device must be used.
     """
     loaded_bytes = 0 if shared is None else shared.num_bytes  # by another engine
-    plan = _find_plan(spec, weights, config, on_host, loaded_bytes=loaded_bytes)
+    reserve_bytes = 0
+    # Sizes that were given, and those of weights that others use, stay as they are.
+    if device_memory is not None and config.policy is None:
+        reserve_bytes = device_memory.reserve_bytes()
+    plan = _find_plan(
+        spec, weights, config, on_host, loaded_bytes=loaded_bytes, reserve_bytes=reserve_bytes
+    )
     if on_host is not None and plan.schedule == "in_place":
         # The cores that would feed the GPU compute too, and in the type of the checkpoint.
         config, note = on_host, plan.note
@@ -275,12 +297,14 @@ def _find_plan(
     on_host: EngineConfig | None = None,
     *,
     loaded_bytes: int = 0,
+    reserve_bytes: int = 0,
 ) -> Plan:
     settings, dtype = Settings.from_environment(), _dtype(config, weights)
+    device = device_name(config)
     find = partial(
         find_plan,
         spec,
-        find_node(config, settings, device_name(config), loaded_bytes=loaded_bytes),
+        find_node(config, settings, device, loaded_bytes=loaded_bytes, reserve_bytes=reserve_bytes),
         config.workload,
         bytes_per_element=dtype.itemsize,
         kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
@@ -289,7 +313,7 @@ def _find_plan(
         tensor_parallel_size=config.tensor_parallel_size,
         may_leave_gpu_idle=on_host is not None,
     )
-    planned, device = config.planned, device_name(config)
+    planned = config.planned
     if planned is not None and config.allows(planned):
         is_in_place = planned.schedule == "in_place"
         suits_device = is_in_place == (device == "cpu") or (is_in_place and on_host is not None)
@@ -349,6 +373,8 @@ def _load(
     with released_on_error(runner.close):
         tell("computing a first token")
         warm_up(runner, spec.vocab_size, is_read=spec.head != "lm")
+    if job.device == "cuda":
+        log_free_memory("after a first token")
     return runner
 
 

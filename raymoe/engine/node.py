@@ -79,12 +79,19 @@ LANE_CORES = 2  # for threads that launch kernels and copies
 
 
 def find_node(
-    config: EngineConfig, settings: Settings, device: str, *, loaded_bytes: int = 0
+    config: EngineConfig,
+    settings: Settings,
+    device: str,
+    *,
+    loaded_bytes: int = 0,
+    reserve_bytes: int = 0,
 ) -> HardwareSpec:
     """Return the node to plan for.
 
-    `loaded_bytes` are shared weights that another engine has loaded: they are not free, but part of
-    the plan.
+    Args:
+        loaded_bytes: Shared weights that another engine has loaded: they are not free, but part of
+            the plan.
+        reserve_bytes: Memory of a GPU that the plan leaves free, besides that for torch.
     """
     if device == "emulated":
         node = _emulated(config, settings)
@@ -97,6 +104,9 @@ def find_node(
         node = dataclasses.replace(node, host_memory_bytes=maximum)
     if device != "cpu" and config.device_memory_bytes is not None:
         node = dataclasses.replace(node, gpu_memory_bytes=config.device_memory_bytes)
+    if device == "cuda" and reserve_bytes:
+        left_bytes = max(node.gpu_memory_bytes - reserve_bytes, 1)  # 0 is a node without a GPU
+        node = dataclasses.replace(node, gpu_memory_bytes=left_bytes)
     return node
 
 

@@ -156,7 +156,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.max_step_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_sampled_tokens = 0
@@ -168,7 +168,9 @@ class Counters:
         self.num_steps += 1
         sequences, num_new = done.batch.sequences, done.num_scheduled_tokens
         num_of_prompts = sequences.prompt_tokens - (sequences.context_tokens - num_new)
-        self.num_computed_tokens += len(done.batch.token_ids)
+        num_tokens = len(done.batch.token_ids)
+        self.num_computed_tokens += num_tokens
+        self.max_step_tokens = max(self.max_step_tokens, num_tokens)
         self.num_prompt_tokens += int(num_of_prompts.clip(0, num_new).sum())
         self.num_sampled_tokens += int(done.row_is_sample.sum())
         self.step_s += step_s

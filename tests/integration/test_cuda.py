@@ -1,15 +1,20 @@
 """The CUDA path of the engine: on a GPU, and on a stand-in for one that works later than asked."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from raymoe.config import EngineConfig
 from raymoe.device.cuda import CudaDevice
+from raymoe.engine.engine import Engine
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
 from raymoe.kernels.tensors import map_tensors
 from raymoe.memory import shared_file
+from raymoe.model.decoder import Decoder
 from raymoe.plan.footprint import workspace_bytes
+from raymoe.plan.policy import Choice
 from raymoe.runtime.micro_batches import CutBatch
 from raymoe.runtime.operations import StreamedMemory, StreamedState
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
@@ -17,6 +22,7 @@ from raymoe.schedule.program import StepForm
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB
 from tests.integration import test_schedules as schedules
+from tests.parity.cases import get_case
 from tests.unit.device.deferred_cuda import (
     BreakableCuda,
     DeferredCuda,
@@ -150,6 +156,45 @@ def test_an_engine_whose_device_fails_says_why_and_releases_all(
     assert cuda.registered == set()
     assert lane_threads() == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_a_step_without_memory_the_next_engine_plans_with_less(
+    monkeypatch: pytest.MonkeyPatch,
+    without_native_kernels: list[DeferredCuda],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def open_cuda(_index: int, *, memory_bytes: int) -> CudaDevice:
+        without_native_kernels.append(DeferredCuda())
+        return CudaDevice(without_native_kernels[-1], memory_bytes)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
+
+    use_device(monkeypatch, open_cuda)
+    monkeypatch.setenv("RAYMOE_CACHE", str(tmp_path))
+    directory = get_case(schedules.plain_configuration("mixtral")).directory
+    config = EngineConfig(
+        device="cuda", hardware=hardware_preset("t4"), device_memory_bytes=4 * GIB, dtype="float32"
+    )
+    with Engine.from_pretrained(directory, config) as engine, monkeypatch.context() as patch:
+        assert engine.plan is not None
+        planned = engine.plan
+        assert planned.hardware.gpu_memory_bytes == 4 * GIB
+        patch.setattr(Decoder, "post", fail)
+        with pytest.raises(ExecutionError, match="out of memory"):
+            engine.generate([[1, 2, 3]], {"temperature": 0, "max_tokens": 4})
+    # Also where the driver has planned for all; sizes that somebody chose stay as they are.
+    for choice, left_bytes in (
+        ({}, 5 * GIB // 2),
+        ({"planned": Choice(schedule=planned.schedule, policy=planned.policy)}, 5 * GIB // 2),
+        ({"policy": planned.policy, "schedule": planned.schedule}, 4 * GIB),
+    ):
+        with Engine.from_pretrained(directory, replace(config, **choice)) as engine:
+            assert engine.plan is not None
+            assert engine.plan.hardware.gpu_memory_bytes == left_bytes
+            assert len(engine.generate([[1, 2, 3]], {"max_tokens": 4})[0].token_ids) == 4
+    assert "1.50 GiB of device memory stay free" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
