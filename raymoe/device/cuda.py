@@ -35,6 +35,7 @@ from raymoe.device.cuda_api import (
 )
 from raymoe.device.device import MemoryLedger, T
 from raymoe.device.find_gpu import check_compiler, check_cuda, read_text
+from raymoe.device.host_memory import map_memory
 from raymoe.device.lane import (
     Call,
     Cancelled,
@@ -46,7 +47,7 @@ from raymoe.device.lane import (
     Worker,
     call_all,
 )
-from raymoe.device.mover import Link
+from raymoe.device.mover import CHUNK_BYTES, Link
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import LinkUse
@@ -224,6 +225,7 @@ class CudaLane(Generic[StreamT, EventT]):
 
 logger = logging.getLogger(__name__)
 
+ONE_RANGE = 1 << 62  # no chunk ends in it: torch copies a buffer in one call, within one range
 # For kernels, workspaces of matrix products and the allocator's rounding.
 RESERVE_BYTES = 512 * MIB
 
@@ -302,15 +304,30 @@ class CudaDevice(Generic[StreamT, EventT]):
         return memory_near(self._place)
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        return self._driver.allocate_pinned(num_bytes)
+        """Map and page-lock as much as was asked for; torch's allocator takes a power of two."""
+        with self.memory_near():
+            memory = map_memory(num_bytes)
+            reason = self._pin(memory, chunk_bytes=ONE_RANGE)
+        if reason is not None:
+            raise CapacityError(
+                f"cannot pin {format_bytes(num_bytes)} of host memory for buffers between host and "
+                f"GPU: {reason}. Give the container more memory, or reduce host_memory_bytes"
+            )
+        return memory
 
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""
+        reason = self._pin(memory, chunk_bytes=CHUNK_BYTES)
+        if reason is None:
+            pinned = self._pinned[-1]
+            logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
+        return reason
+
+    def _pin(self, memory: Tensor, *, chunk_bytes: int) -> str | None:
         pinned = PinnedMemory(memory, self._driver)
-        reason = pinned.register()
+        reason = pinned.register(chunk_bytes=chunk_bytes)
         if reason is None:
             self._pinned.append(pinned)
-            logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
         return reason
 
     def compute(self, call: Callable[[], T]) -> T:

@@ -91,9 +91,6 @@ class CudaDriver(CudaApi[StreamT, EventT], HostRegistrar, Protocol[StreamT, Even
     def reserve(self, num_bytes: int) -> None:
         """Reserve memory for allocations of this thread in its stream; raises like `allocate`."""
 
-    def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Allocate page-locked host memory, uint8."""
-
     def synchronize(self) -> None:
         """Block the calling thread until its current stream is done."""
 
@@ -215,9 +212,6 @@ class TorchCuda:
         square = torch.ones(16, 16, dtype=torch.float16, device=self.device)
         torch.mm(square, square)
         torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def allocate_pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()

@@ -101,7 +101,11 @@ class Device(Protocol):
         """
 
     def allocate_pinned(self, num_bytes: int) -> Tensor:
-        """Allocate page-locked host memory, uint8, for buffers copied in every step."""
+        """Allocate page-locked host memory until `close`, uint8, for buffers copied in every step.
+
+        Raises:
+            CapacityError: It cannot be had or locked.
+        """
 
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""

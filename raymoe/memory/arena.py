@@ -1,18 +1,15 @@
 """One large region of host memory on huge pages, allocated piecewise and freed as a whole."""
 
-import contextlib
-import mmap
 import threading
 
-import torch
 from torch import Tensor
 
+from raymoe.device.host_memory import HUGE_PAGE_BYTES, map_memory
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
 from raymoe.memory.shared_file import SharedFile
-from raymoe.units import MIB, ceil_div, format_bytes
+from raymoe.units import ceil_div, format_bytes
 
 ALIGNMENT = 64
-HUGE_PAGE_BYTES = 2 * MIB
 
 
 def aligned_bytes(num_bytes: int) -> int:
@@ -70,7 +67,7 @@ class HostArena:
         """Mark the arena as filled; only a shared arena needs it."""
 
     def _map(self, num_bytes: int) -> Tensor:
-        return _map_huge_pages(num_bytes)
+        return map_memory(num_bytes)
 
     def _open_memory(self) -> Tensor:
         if self._memory is None:
@@ -83,30 +80,6 @@ class HostArena:
             self._memory = None
 
 
-def _map_huge_pages(num_bytes: int) -> Tensor:
-    """Map a zero-filled uint8 tensor, aligned to a huge page if it is at least that large.
-
-    The tensor owns the mapping through the buffer protocol.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    is_huge = num_bytes >= HUGE_PAGE_BYTES
-    length = num_bytes + (HUGE_PAGE_BYTES if is_huge else 0)
-    try:
-        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:
-        raise CapacityError(
-            f"cannot map {format_bytes(length)} of host memory ({error}); reduce host_memory_bytes"
-        ) from error
-    if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Kernels without transparent huge pages return EINVAL, which is harmless.
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    padding = -memory.data_ptr() % HUGE_PAGE_BYTES if is_huge else 0
-    return memory[padding : padding + num_bytes]
-
-
 class ReusedMemory:
     """Host memory for the arenas of one engine after another, so that its pages are made once.
 
@@ -115,7 +88,7 @@ class ReusedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         """Map the memory; pages are made by the first write."""
-        self._memory = _map_huge_pages(num_bytes)
+        self._memory = map_memory(num_bytes)
         self._used_bytes = 0
 
     def arena(self, num_bytes: int) -> HostArena:

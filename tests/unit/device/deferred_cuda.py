@@ -53,9 +53,6 @@ class DeferredCuda(FakeCuda):
     def reserve(self, num_bytes: int) -> None:
         self.allocate(num_bytes)
 
-    def allocate_pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8).fill_(255)
-
     @property
     def num_batches(self) -> int:
         return sum(len(copies) > 1 for copies in self.copies)

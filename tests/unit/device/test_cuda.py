@@ -1,5 +1,6 @@
 """The CUDA device on a GPU: memory, pinned copies, streams; without one, a clear refusal."""
 
+import mmap
 import statistics
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from raymoe.device import cuda as cuda_module
 from raymoe.device.cuda import CudaDevice, open_cuda
 from raymoe.device.mover import Copies
 from raymoe.engine.release import return_memory
@@ -46,6 +48,62 @@ def test_kernels_are_compiled_where_steps_run_after_memory_was_reserved() -> Non
         with pytest.raises(CapacityError, match=r"no 2\.00 MiB left for intermediates"):
             device.prepare(2 * MIB, compile_kernels)
     assert len(seen) == 1
+
+
+class RegisteringCuda(DeferredCuda):
+    """Keeps which host memory is page-locked."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self.ranges: dict[int, int] = {}
+        self._limit_bytes = limit_bytes
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        if sum(self.ranges.values()) + num_bytes > self._limit_bytes:
+            return "out of memory"
+        self.ranges[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+
+
+def test_buffers_are_pinned_in_their_size_and_in_one_range_until_the_device_is_closed() -> None:
+    cuda, sizes = RegisteringCuda(64 * MIB), [5, 3 * MIB + 1, 33 * MIB]
+    with closing(CudaDevice(cuda, GIB)) as device:
+        buffers = [device.allocate_pinned(size) for size in [0, *sizes]][1:]
+        places = [buffer.data_ptr() for buffer in buffers]
+        assert cuda.ranges == dict(zip(places, sizes, strict=True))
+        assert [place % mmap.PAGESIZE for place in places] == [0, 0, 0]
+        for buffer in buffers:
+            assert not buffer.any()
+        with pytest.raises(
+            CapacityError, match=r"cannot pin 32\.00 MiB .*: out of memory after 0 B"
+        ):
+            device.allocate_pinned(32 * MIB)
+        assert len(cuda.ranges) == 3
+    assert cuda.ranges == {}
+
+
+def test_a_buffer_over_the_border_of_a_chunk_is_one_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = RegisteringCuda(GIB)
+    memory = torch.zeros(8 * mmap.PAGESIZE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][: 6 * mmap.PAGESIZE]
+    monkeypatch.setattr(cuda_module, "map_memory", lambda _: memory)
+    monkeypatch.setattr(cuda_module, "CHUNK_BYTES", mmap.PAGESIZE)
+    with closing(CudaDevice(cuda, GIB)) as device:
+        device.allocate_pinned(memory.nbytes)
+        assert cuda.ranges == {memory.data_ptr(): memory.nbytes}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pinned_buffers_are_known_to_torch_and_take_no_more_than_they_hold(
+    device: CudaDevice,
+) -> None:
+    buffer = device.allocate_pinned(3 * MIB + 5)
+    assert buffer.is_pinned()
+    assert buffer.nbytes == 3 * MIB + 5
 
 
 @pytest.mark.gpu
