@@ -9,7 +9,6 @@ set_mempolicy(2).
 
 import contextlib
 import ctypes
-import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from raymoe.device.cuda_api import (
     CudaDriver,
     EventT,
     PinnedMemory,
+    PinningThread,
     StreamT,
     TorchCuda,
 )
@@ -47,7 +47,7 @@ from raymoe.device.lane import (
     Worker,
     call_all,
 )
-from raymoe.device.mover import CHUNK_BYTES, Link
+from raymoe.device.mover import Link
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import LinkUse
@@ -223,8 +223,6 @@ class CudaLane(Generic[StreamT, EventT]):
             mark.cancel(error)
 
 
-logger = logging.getLogger(__name__)
-
 ONE_RANGE = 1 << 62  # no chunk ends in it: torch copies a buffer in one call, within one range
 # For kernels, workspaces of matrix products and the allocator's rounding.
 RESERVE_BYTES = 512 * MIB
@@ -252,11 +250,11 @@ class CudaDevice(Generic[StreamT, EventT]):
                 cores.
         """
         self._place = place
-        nearby = near(place, driver.thread_context)
+        self._nearby = nearby = near(place, driver.thread_context)
         self._driver = driver
         self.ledger = MemoryLedger(memory_bytes)
         self.torch_device = driver.device
-        self._pinned: list[PinnedMemory] = []
+        self._pinned: list[PinnedMemory | PinningThread] = []
         self._runtime = driver.open_runtime()
         self._copy_streams: list[StreamT] = []
         with starting_near(place):
@@ -307,28 +305,24 @@ class CudaDevice(Generic[StreamT, EventT]):
         """Map and page-lock as much as was asked for; torch's allocator takes a power of two."""
         with self.memory_near():
             memory = map_memory(num_bytes)
-            reason = self._pin(memory, chunk_bytes=ONE_RANGE)
+            pinned = PinnedMemory(memory, self._driver)
+            reason = pinned.register(chunk_bytes=ONE_RANGE)
         if reason is not None:
             raise CapacityError(
                 f"cannot pin {format_bytes(num_bytes)} of host memory for buffers between host and "
                 f"GPU: {reason}. Give the container more memory, or reduce host_memory_bytes"
             )
+        self._pinned.append(pinned)
         return memory
 
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""
-        reason = self._pin(memory, chunk_bytes=CHUNK_BYTES)
-        if reason is None:
-            pinned = self._pinned[-1]
-            logger.info("pinned %s in %.1f s", format_bytes(memory.nbytes), pinned.seconds)
-        return reason
+        return self.start_pinning(memory).wait()
 
-    def _pin(self, memory: Tensor, *, chunk_bytes: int) -> str | None:
-        pinned = PinnedMemory(memory, self._driver)
-        reason = pinned.register(chunk_bytes=chunk_bytes)
-        if reason is None:
-            self._pinned.append(pinned)
-        return reason
+    def start_pinning(self, memory: Tensor) -> PinningThread:
+        pinning = PinningThread(memory, self._driver, self._nearby)
+        self._pinned.append(pinning)
+        return pinning
 
     def compute(self, call: Callable[[], T]) -> T:
         """Call on the GPU lane's thread in its stream; return when all of it is done."""

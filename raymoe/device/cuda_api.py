@@ -4,6 +4,7 @@ torch.cuda is used only inside methods, so this module imports on machines witho
 """
 
 import ctypes
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from raymoe import _native
-from raymoe.device.lane import call_all
+from raymoe.device.lane import ThreadContext, Worker, call_all
 from raymoe.device.mover import CHUNK_BYTES
 from raymoe.errors import ConfigError
 from raymoe.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 StreamT = TypeVar("StreamT")
 EventT = TypeVar("EventT")
@@ -256,27 +259,40 @@ class PinnedMemory:
         self.memory = memory
         self._registrar = registrar
         self._addresses: list[int] = []
+        self._next = memory.data_ptr()  # what lies before it is registered
+        self._reason: str | None = None
         self.seconds = 0.0
 
-    def register(self, *, chunk_bytes: int = CHUNK_BYTES) -> str | None:
+    def register(
+        self, *, filled_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES
+    ) -> str | None:
         """Register all of the tensor, or nothing; return the reason if that is refused.
 
         Registers in chunks: one call for a large arena needs all of it at once, and its refusal
         would not say how much would have fitted.
+
+        Args:
+            filled_bytes: Register only whole chunks within the first so many bytes; a later call
+                goes on behind them.
         """
         start_s = time.perf_counter()
         begin, num_bytes = self.memory.data_ptr(), self.memory.nbytes
         if begin % HOST_PAGE_BYTES or not self.memory.is_contiguous():
             raise ConfigError("only memory in one piece that begins at a page can be pinned")
-        for address, end in cut(begin, begin + num_bytes, chunk_bytes):
+        filled = begin + (num_bytes if filled_bytes is None else filled_bytes)
+        for address, end in cut(self._next, begin + num_bytes, chunk_bytes):
+            if self._reason is not None or end > filled:
+                break
             reason = self._registrar.register(address, end - address)
             if reason is not None:
                 self.close()
                 done = f"{format_bytes(address - begin)} of {format_bytes(num_bytes)}"
-                return f"{reason} after {done}"
+                self._reason = f"{reason} after {done}"
+                break
             self._addresses.append(address)
-        self.seconds = time.perf_counter() - start_s
-        return None
+            self._next = end
+        self.seconds += time.perf_counter() - start_s
+        return self._reason
 
     def holds(self, tensor: Tensor) -> bool:
         offset = tensor.data_ptr() - self.memory.data_ptr()
@@ -286,3 +302,62 @@ class PinnedMemory:
         """Unregister all ranges, then raise the first refusal."""
         addresses, self._addresses = self._addresses, []
         call_all([partial(self._registrar.unregister, address) for address in addresses])
+
+
+class PinningThread:
+    """Page-locks host memory in a thread of its own, while another fills it from the begin on."""
+
+    def __init__(
+        self,
+        memory: Tensor,
+        registrar: HostRegistrar,
+        context: ThreadContext,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Start the thread, which stays in `context` and locks chunk by chunk."""
+        self._pinned, self._chunk_bytes = PinnedMemory(memory, registrar), chunk_bytes
+        self._worker = Worker("raymoe-pinning", context)
+        self._reason: str | None = None
+        self._error: BaseException | None = None
+        self._is_over = False
+
+    def filled(self, part: Tensor) -> None:
+        """Say that the memory has its data up to the end of this part of it."""
+        filled_bytes = part.data_ptr() + part.nbytes - self._pinned.memory.data_ptr()
+        self._worker.put(partial(self._register, filled_bytes))
+
+    def wait(self) -> str | None:
+        """Wait until all is page-locked; the reason if that was refused, and nothing is locked.
+
+        Called once.
+        """
+        start_s = time.perf_counter()
+        self._worker.put(partial(self._register, None))
+        self._worker.close()
+        if self._error is not None:
+            raise self._error
+        if self._reason is None:
+            logger.info(
+                "pinned %s in %.1f s, of which nothing else hid %.1f s",
+                format_bytes(self._pinned.memory.nbytes),
+                self._pinned.seconds,
+                time.perf_counter() - start_s,
+            )
+        return self._reason
+
+    def close(self) -> None:
+        """End the thread, and unregister all."""
+        self._is_over = True
+        self._worker.close()
+        self._pinned.close()
+
+    def _register(self, filled_bytes: int | None) -> None:
+        if self._is_over:
+            return
+        try:
+            self._reason = self._pinned.register(
+                filled_bytes=filled_bytes, chunk_bytes=self._chunk_bytes
+            )
+        except BaseException as error:  # whoever waits gets it
+            self._error, self._is_over = error, True

@@ -71,6 +71,26 @@ def _table(rows: list[tuple[str, int]]) -> str:
     return "\n".join(f"  {name:<{width}}  {format_bytes(size):>12}" for name, size in rows)
 
 
+class Pinning(Protocol):
+    """Page-locks host memory while the caller fills it from the begin on."""
+
+    def filled(self, part: Tensor) -> None:
+        """Say that the memory has its data up to the end of this part of it."""
+
+    def wait(self) -> str | None:
+        """Wait until all is page-locked; the reason if that is refused, with nothing locked."""
+
+
+class NoPinning:
+    """Memory that nobody has to page-lock."""
+
+    def filled(self, part: Tensor) -> None:
+        """Do nothing."""
+
+    def wait(self) -> str | None:
+        return None
+
+
 class Device(Protocol):
     """Memory with a limit and the lanes on which a schedule runs; the device owns both."""
 
@@ -109,6 +129,9 @@ class Device(Protocol):
 
     def pin(self, memory: Tensor) -> str | None:
         """Page-lock host memory until `close`; return the reason if that is refused."""
+
+    def start_pinning(self, memory: Tensor) -> Pinning:
+        """Page-lock host memory until `close`, in parts, while it is filled."""
 
     def prepare(self, num_bytes: int, compile_kernels: Callable[[], object]) -> None:
         """Reserve memory for allocations during steps, and compile kernels where steps run.

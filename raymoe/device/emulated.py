@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raymoe import _native
-from raymoe.device.device import MemoryLedger, T
+from raymoe.device.device import MemoryLedger, NoPinning, T
 from raymoe.device.lane import Call, Lane, ThreadLane, call_all
 from raymoe.device.mover import CopyTime, Link
 from raymoe.schedule.graph import Op, Resource, Task
@@ -78,6 +78,11 @@ class HostDevice:
     @staticmethod
     def pin(memory: Tensor) -> None:
         """Do nothing."""
+
+    @staticmethod
+    def start_pinning(memory: Tensor) -> NoPinning:
+        del memory  # of a host without a driver, which locks nothing
+        return NoPinning()
 
     @staticmethod
     def prepare(num_bytes: int, compile_kernels: Callable[[], object]) -> None:

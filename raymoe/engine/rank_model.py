@@ -238,8 +238,8 @@ def load_streamed(
     """
     steps = model.placement
     with device.memory_near():
-        weights = _load_pages(model, device)
-    if not steps.device.staging_slots and not _is_pinned(weights.host_memory, device):
+        weights = _load_pages(model, device, is_pinned=not steps.device.staging_slots)
+    if not steps.device.staging_slots and not _is_pinned(weights):
         steps = steps.with_staging(STAGING_SLOTS)
     cache, is_cache_pinned = _pinned_cache(model, device)
     memory = _load_memory(
@@ -271,12 +271,13 @@ def _prepare(model: RankModel, decoder: Decoder, max_tokens: int, device: Device
     device.prepare(model.workspace_bytes, compile_kernels)
 
 
-def _is_pinned(memory: Tensor, device: Device) -> bool:
-    reason = device.pin(memory)
+def _is_pinned(weights: WeightPages) -> bool:
+    reason = weights.pinning.wait()
     if reason is None:
         return True
+    num_bytes = weights.host_memory.nbytes
     warnings.warn(
-        f"cannot pin {format_bytes(memory.nbytes)} of weights ({reason}): they go through a pinned "
+        f"cannot pin {format_bytes(num_bytes)} of weights ({reason}): they go through a pinned "
         "staging ring, which reads and writes host memory once more for every byte loaded and "
         "takes a core. Give the container more memory to avoid it, or a plan with less.",
         PerformanceWarning,
@@ -426,7 +427,13 @@ def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.
         choose(logits_RV, torch.zeros(1, 4, dtype=torch.int64, device=device))
 
 
-def _load_pages(model: RankModel, device: Device) -> WeightPages:
+def _load_pages(model: RankModel, device: Device, *, is_pinned: bool = False) -> WeightPages:
+    def make_arena(num_bytes: int) -> HostArena:
+        arena = model.make_arena(num_bytes, device)
+        if is_pinned:
+            arena.pinning = device.start_pinning(arena.memory)
+        return arena
+
     return WeightPages(
         model.spec,
         model.weights,
@@ -435,7 +442,7 @@ def _load_pages(model: RankModel, device: Device) -> WeightPages:
         allocate_on_device=lambda num_bytes: device.allocate(num_bytes, "weights"),
         ring_slots=model.placement.ring_slots,
         release=model.weights.drop_pages,
-        make_arena=lambda num_bytes: model.make_arena(num_bytes, device),
+        make_arena=make_arena,
     )
 
 

@@ -4,6 +4,7 @@ import threading
 
 from torch import Tensor
 
+from raymoe.device.device import NoPinning, Pinning
 from raymoe.device.host_memory import HUGE_PAGE_BYTES, map_memory
 from raymoe.errors import CapacityError, ConfigError, ExecutionError
 from raymoe.memory.shared_file import SharedFile
@@ -26,9 +27,11 @@ class HostArena:
     Attributes:
         num_bytes: Size of the arena; the sum of `aligned_bytes` of all requests must fit.
         is_filled: Whether allocations already hold their data.
+        pinning: Page-locks the memory while it is filled; whoever made the arena sets it.
     """
 
     is_filled = False
+    pinning: Pinning = NoPinning()
 
     def __init__(self, num_bytes: int) -> None:
         if num_bytes < 0:

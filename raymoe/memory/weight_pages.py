@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
+from raymoe.device.device import Pinning
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.schedule.placement import LayerPlacement
@@ -112,6 +113,7 @@ class WeightPages:
             for i, names in enumerate(self._weights):
                 for name in names:
                     self._copy(i, name, weights(layer_prefix(i) + name))
+                self._arena.pinning.filled(self._host[i])
                 release([layer_prefix(i) + name for name in names])
         self._arena.seal()
 
@@ -132,6 +134,11 @@ class WeightPages:
     @property
     def host_memory(self) -> Tensor:
         return self._arena.memory
+
+    @property
+    def pinning(self) -> Pinning:
+        """What page-locks the host's copy, since its first layer was filled."""
+        return self._arena.pinning
 
     def names(self, layer: int) -> tuple[str, ...]:
         """Return the weights of a layer, without its prefix, in memory order."""

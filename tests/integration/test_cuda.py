@@ -9,7 +9,7 @@ import torch
 from raymoe.config import EngineConfig
 from raymoe.device.cuda import CudaDevice
 from raymoe.engine.engine import Engine
-from raymoe.errors import CapacityError, ConfigError, ExecutionError
+from raymoe.errors import CapacityError, ConfigError, ExecutionError, PerformanceWarning
 from raymoe.kernels.tensors import map_tensors
 from raymoe.memory import shared_file
 from raymoe.model.decoder import Decoder
@@ -132,6 +132,29 @@ def test_the_inputs_of_all_micro_batches_of_a_step_go_to_the_device_in_one_copy(
     monkeypatch.setattr(StreamedMemory, "prepare", counted)
     check("mixtral", "module_batching", "long prompt", "pages", hardware=hardware_preset("t4"))
     assert set(counts) == {1}
+
+
+def test_weights_that_cannot_be_pinned_go_through_a_ring(
+    monkeypatch: pytest.MonkeyPatch, without_native_kernels: list[DeferredCuda]
+) -> None:
+    class RefusingCuda(BreakableCuda):
+        """Refuses the first range, which is of the weights."""
+
+        num_asked = 0
+
+        def register(self, address: int, num_bytes: int) -> str | None:
+            self.num_asked += 1
+            return "refused" if self.num_asked == 1 else super().register(address, num_bytes)
+
+    cuda = RefusingCuda()
+    without_native_kernels.append(cuda)
+    use_device(monkeypatch, lambda *_, **__: CudaDevice(cuda, GIB))
+    with pytest.warns(PerformanceWarning, match=r"cannot pin .* of weights \(refused after 0 B of"):
+        check(
+            "mixtral", "module_batching", "mixed lengths", "pages", hardware=hardware_preset("t4")
+        )
+    assert cuda.num_asked > 1
+    assert cuda.registered == set()
 
 
 def test_an_engine_whose_device_fails_says_why_and_releases_all(

@@ -12,6 +12,7 @@ import torch
 
 from raymoe.device import cuda as cuda_module
 from raymoe.device.cuda import CudaDevice, open_cuda
+from raymoe.device.cuda_api import PinnedMemory
 from raymoe.device.mover import Copies
 from raymoe.engine.release import return_memory
 from raymoe.errors import CapacityError, ConfigError
@@ -90,7 +91,9 @@ def test_a_buffer_over_the_border_of_a_chunk_is_one_range(monkeypatch: pytest.Mo
     memory = torch.zeros(8 * mmap.PAGESIZE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][: 6 * mmap.PAGESIZE]
     monkeypatch.setattr(cuda_module, "map_memory", lambda _: memory)
-    monkeypatch.setattr(cuda_module, "CHUNK_BYTES", mmap.PAGESIZE)
+    defaults = PinnedMemory.register.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "chunk_bytes", mmap.PAGESIZE)
     with closing(CudaDevice(cuda, GIB)) as device:
         device.allocate_pinned(memory.nbytes)
         assert cuda.ranges == {memory.data_ptr(): memory.nbytes}

@@ -1,10 +1,13 @@
 """Pinning in chunks, and what happens when it is refused."""
 
+from contextlib import nullcontext
+from queue import SimpleQueue
+
 import pytest
 import torch
 from torch import Tensor
 
-from raymoe.device.cuda_api import HOST_PAGE_BYTES, PinnedMemory
+from raymoe.device.cuda_api import HOST_PAGE_BYTES, PinnedMemory, PinningThread
 from raymoe.errors import ConfigError
 
 CHUNK = 4 * HOST_PAGE_BYTES
@@ -60,6 +63,88 @@ def test_a_refusal_unpins_all_and_says_how_far_it_came() -> None:
     pinned = PinnedMemory(memory_at_a_page(4 * CHUNK), registrar)
     reason = pinned.register(chunk_bytes=CHUNK)
     assert reason == "out of memory after 32.00 KiB of 64.00 KiB"
+    assert registrar.ranges == {}
+
+
+def test_whole_chunks_are_registered_as_far_as_memory_is_filled() -> None:
+    registrar = Registrar()
+    memory = memory_at_a_page(3 * CHUNK, page=1)
+    first = CHUNK - HOST_PAGE_BYTES  # a chunk ends at a multiple of its size
+    pinned = PinnedMemory(memory, registrar)
+    for filled, ends in (
+        (-1, []),
+        (first - 1, []),
+        (first, [first]),
+        (first, [first]),
+        (first + 2 * CHUNK - 1, [first, first + CHUNK]),
+        (None, [first, first + CHUNK, first + 2 * CHUNK, 3 * CHUNK]),
+    ):
+        assert pinned.register(filled_bytes=filled, chunk_bytes=CHUNK) is None
+        found = [begin + size - memory.data_ptr() for begin, size in registrar.ranges.items()]
+        assert found == ends
+    pinned.close()
+    assert registrar.ranges == {}
+
+
+@pytest.fixture
+def seen() -> SimpleQueue[int]:
+    return SimpleQueue()
+
+
+def pin_in_thread(memory: Tensor, registrar: Registrar, seen: SimpleQueue[int]) -> PinningThread:
+    """A thread that tells of each range, from the first byte of the memory."""
+    register = registrar.register
+
+    def tell(address: int, num_bytes: int) -> str | None:
+        reason = register(address, num_bytes)
+        seen.put(address - memory.data_ptr())
+        return reason
+
+    registrar.register = tell  # type: ignore[method-assign]
+    return PinningThread(memory, registrar, nullcontext, chunk_bytes=CHUNK)
+
+
+def test_memory_is_pinned_while_the_rest_is_filled(seen: SimpleQueue[int]) -> None:
+    memory, registrar = memory_at_a_page(3 * CHUNK), Registrar()
+    pinning = pin_in_thread(memory, registrar, seen)
+    pinning.filled(memory[:10])
+    pinning.filled(memory[10 : CHUNK + 10])
+    assert seen.get(timeout=60) == 0
+    pinning.filled(memory[CHUNK + 10 : 2 * CHUNK])
+    assert seen.get(timeout=60) == CHUNK
+    assert seen.empty()
+    assert pinning.wait() is None
+    assert seen.get(timeout=60) == 2 * CHUNK
+    pinning.close()
+    pinning.close()
+    assert registrar.ranges == {}
+
+
+def test_a_refusal_while_memory_is_filled_unpins_all_and_is_the_last_try(
+    seen: SimpleQueue[int],
+) -> None:
+    memory, registrar = memory_at_a_page(4 * CHUNK), Registrar(limit=1)
+    pinning = pin_in_thread(memory, registrar, seen)
+    for chunk in memory.split(CHUNK):
+        pinning.filled(chunk)
+    assert pinning.wait() == "out of memory after 16.00 KiB of 64.00 KiB"
+    assert [seen.get(timeout=60), seen.get(timeout=60)] == [0, CHUNK]
+    assert seen.empty()
+    assert registrar.ranges == {}
+
+
+def test_an_error_of_the_thread_is_raised_where_it_is_waited_for() -> None:
+    pinning = PinningThread(memory_at_a_page(CHUNK)[1:], Registrar(), nullcontext)
+    pinning.filled(torch.empty(0))
+    with pytest.raises(ConfigError, match="begins at a page"):
+        pinning.wait()
+
+
+def test_a_thread_that_is_closed_before_it_is_waited_for_leaves_nothing_pinned() -> None:
+    memory, registrar = memory_at_a_page(3 * CHUNK), Registrar()
+    pinning = PinningThread(memory, registrar, nullcontext, chunk_bytes=CHUNK)
+    pinning.filled(memory)
+    pinning.close()
     assert registrar.ranges == {}
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from raymoe.device.device import NoPinning
+from raymoe.memory.arena import HostArena
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.placement import layer_sizes
@@ -71,6 +73,44 @@ def test_the_device_finds_each_weight_in_the_slot_of_its_layer(
             found = pages.device_weight(layer, weight, first_slot=1)
             assert torch.equal(found, store(layer_prefix(layer) + weight).float())
         slot = (slot + 1) % 2 if num_pages else slot
+
+
+class Recorded(NoPinning):
+    """Keeps what the parts held when they counted as filled."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.places: list[int] = []
+
+    def filled(self, part: Tensor) -> None:
+        self.parts.append(part.clone())
+        self.places.append(part.data_ptr())
+
+
+def test_each_layer_is_pinned_when_it_is_filled() -> None:
+    spec = ModelSpec.from_directory(get_case(NAMES[0]).directory)
+    store, pinning = WeightStore.open(spec, get_case(NAMES[0]).directory), Recorded()
+    num_told = []
+
+    def make_arena(num_bytes: int) -> HostArena:
+        arena = HostArena(num_bytes)
+        arena.pinning = pinning
+        return arena
+
+    pages = WeightPages(
+        spec,
+        store,
+        placed_model(spec, 4, page_bytes=1 << 30).layers,
+        dtype=torch.float32,
+        allocate_on_device=allocate,
+        make_arena=make_arena,
+        release=lambda _names: num_told.append(len(pinning.parts)),
+    )
+    assert num_told == list(range(1, spec.num_layers + 1))
+    assert pages.pinning is pinning
+    for layer, (part, place) in enumerate(zip(pinning.parts, pinning.places, strict=True)):
+        assert place == pages.host_page(layer, 0).data_ptr()
+        assert torch.equal(part, pages.host_page(layer, 0))
 
 
 def test_a_page_that_is_not_loaded_is_nan() -> None:
