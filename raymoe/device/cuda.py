@@ -4,13 +4,14 @@ A copy between a GPU and the memory of another socket uses the link between the 
 other traffic shares. Assumptions: Linux, sysfs in its usual place.
 
 Source: Linux, Documentation/ABI/stable/sysfs-devices-node and testing/sysfs-bus-pci;
-set_mempolicy(2).
+set_mempolicy(2), mbind(2).
 """
 
 import contextlib
 import ctypes
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -48,13 +49,14 @@ from raymoe.device.lane import (
     call_all,
 )
 from raymoe.device.mover import Link
-from raymoe.errors import CapacityError, ConfigError
+from raymoe.errors import CapacityError, ConfigError, PerformanceWarning
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import LinkUse
 from raymoe.units import MIB, format_bytes
 
-PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2)
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
+PREFERRED, DEFAULT = 1, 0  # policies of set_mempolicy(2) and mbind(2)
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
+MBIND = {"x86_64": 237, "aarch64": 235}
 _MASK_BITS = 1024  # upper bound of NUMA nodes
 
 SetPolicy = Callable[[int, int | None], None]
@@ -114,9 +116,10 @@ def starting_near(place: NumaPlace | None) -> Iterator[None]:
 
 @contextmanager
 def memory_near(place: NumaPlace | None, set_policy: SetPolicy | None = None) -> Iterator[None]:
-    """Prefer a node for pages that this thread is the first to write.
+    """Prefer a node for pages that this thread makes, also those of a file in memory.
 
-    Other nodes serve when it is full. Threads that it starts meanwhile inherit the preference.
+    Other nodes serve when it is full. Threads that it starts meanwhile inherit the preference, but
+    others write too: `bind_memory` is for memory that can be mapped first.
     """
     if place is None:
         yield
@@ -127,6 +130,33 @@ def memory_near(place: NumaPlace | None, set_policy: SetPolicy | None = None) ->
         yield
     finally:
         change(DEFAULT, None)
+
+
+def bind_memory(memory: Tensor, place: NumaPlace) -> str | None:
+    """Prefer a node for pages of `memory`, whichever thread writes them first.
+
+    Pages that exist stay where they are, and other nodes serve when it is full.
+
+    Args:
+        memory: Begins at a page.
+
+    Returns:
+        The reason if the kernel refuses, or the container, as Docker's does by default.
+    """
+    number = MBIND.get(platform.machine())
+    if number is None:
+        return f"the call is not known for {platform.machine()}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_ulong(memory.nbytes),
+        ctypes.c_ulong(PREFERRED),
+        _node_mask(place.node),
+        ctypes.c_ulong(_MASK_BITS),
+        ctypes.c_ulong(0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else None
 
 
 def near(
@@ -142,19 +172,22 @@ def near(
 
 
 def _set_policy(policy: int, node: int | None) -> None:
-    number = _SET_MEMPOLICY.get(platform.machine())
+    number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return
-    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
-    if node is not None:
-        mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall(
         ctypes.c_long(number),
         ctypes.c_long(policy),
-        None if node is None else mask,
+        None if node is None else _node_mask(node),
         ctypes.c_ulong(0 if node is None else _MASK_BITS),
     )
+
+
+def _node_mask(node: int) -> "ctypes.Array[ctypes.c_ulong]":
+    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+    mask[node // 64] = 1 << node % 64
+    return mask
 
 
 class CudaLane(Generic[StreamT, EventT]):
@@ -255,6 +288,7 @@ class CudaDevice(Generic[StreamT, EventT]):
         self.ledger = MemoryLedger(memory_bytes)
         self.torch_device = driver.device
         self._pinned: list[PinnedMemory | PinningThread] = []
+        self._is_placement_refused = False
         self._runtime = driver.open_runtime()
         self._copy_streams: list[StreamT] = []
         with starting_near(place):
@@ -301,12 +335,25 @@ class CudaDevice(Generic[StreamT, EventT]):
     def memory_near(self) -> AbstractContextManager[None]:
         return memory_near(self._place)
 
+    def bind(self, memory: Tensor) -> None:
+        place = self._place
+        reason = None if place is None else bind_memory(memory, place)
+        if place is not None and reason is not None and not self._is_placement_refused:
+            self._is_placement_refused = True
+            warnings.warn(
+                f"host memory cannot be placed on NUMA node {place.node}, that of the GPU (mbind: "
+                f"{reason}), and copies from another node are slower: allow it (docker run "
+                f"--cap-add SYS_NICE), or start the process by numactl --preferred={place.node}",
+                PerformanceWarning,
+                stacklevel=2,
+            )
+
     def allocate_pinned(self, num_bytes: int) -> Tensor:
         """Map and page-lock as much as was asked for; torch's allocator takes a power of two."""
-        with self.memory_near():
-            memory = map_memory(num_bytes)
-            pinned = PinnedMemory(memory, self._driver)
-            reason = pinned.register(chunk_bytes=ONE_RANGE)
+        memory = map_memory(num_bytes)
+        self.bind(memory)
+        pinned = PinnedMemory(memory, self._driver)
+        reason = pinned.register(chunk_bytes=ONE_RANGE)
         if reason is not None:
             raise CapacityError(
                 f"cannot pin {format_bytes(num_bytes)} of host memory for buffers between host and "

@@ -141,7 +141,13 @@ class Device(Protocol):
         """
 
     def memory_near(self) -> AbstractContextManager[None]:
-        """Prefer the device's NUMA node for host pages that this thread writes first."""
+        """Prefer the device's NUMA node for host pages that this thread makes meanwhile."""
+
+    def bind(self, memory: Tensor) -> None:
+        """Prefer the device's NUMA node for host memory that begins at a page and is not written.
+
+        Warns with `PerformanceWarning`, once, if that is refused.
+        """
 
     def compute(self, call: Callable[[], T]) -> T:
         """Call where the lane of computation does, after its tasks; return when all is done."""

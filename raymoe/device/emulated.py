@@ -80,6 +80,10 @@ class HostDevice:
         """Do nothing."""
 
     @staticmethod
+    def bind(memory: Tensor) -> None:
+        """Do nothing: it is the memory of this device too."""
+
+    @staticmethod
     def start_pinning(memory: Tensor) -> NoPinning:
         del memory  # of a host without a driver, which locks nothing
         return NoPinning()

@@ -237,8 +237,7 @@ def load_streamed(
         ConfigError: The schedule cannot run with this policy.
     """
     steps = model.placement
-    with device.memory_near():
-        weights = _load_pages(model, device, is_pinned=not steps.device.staging_slots)
+    weights = _load_pages(model, device, is_pinned=not steps.device.staging_slots)
     if not steps.device.staging_slots and not _is_pinned(weights):
         steps = steps.with_staging(STAGING_SLOTS)
     cache, is_cache_pinned = _pinned_cache(model, device)
@@ -293,6 +292,7 @@ def _pinned_cache(model: RankModel, device: Device) -> tuple[KvCache, bool]:
     cache = KvCache(
         model.kv_layouts, policy.num_kv_blocks, model.job.new_arena, num_slots=num_slots
     )
+    device.bind(cache.host_memory)
     reason = device.pin(cache.host_memory)
     if reason is not None:
         warnings.warn(
@@ -429,7 +429,9 @@ def _compile(model: RankModel, decoder: Decoder, max_tokens: int, device: torch.
 
 def _load_pages(model: RankModel, device: Device, *, is_pinned: bool = False) -> WeightPages:
     def make_arena(num_bytes: int) -> HostArena:
-        arena = model.make_arena(num_bytes, device)
+        with device.memory_near():  # a file in shared memory gets its pages at once
+            arena = model.make_arena(num_bytes, device)
+        device.bind(arena.memory)
         if is_pinned:
             arena.pinning = device.start_pinning(arena.memory)
         return arena
