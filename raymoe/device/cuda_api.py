@@ -339,7 +339,7 @@ class PinningThread:
             raise self._error
         if self._reason is None:
             logger.info(
-                "pinned %s in %.1f s, of which nothing else hid %.1f s",
+                "pinned %s in %.1f s, and waited %.1f s for it",
                 format_bytes(self._pinned.memory.nbytes),
                 self._pinned.seconds,
                 time.perf_counter() - start_s,

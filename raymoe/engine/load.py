@@ -158,6 +158,8 @@ def _load_parts(
         config, plan = _make_plan(
             spec, weights, config, on_host, shared=shared, device_memory=device_memory
         )
+        if device_name(config) == "cpu":  # the cores alone are faster
+            device_memory = None
         parts = _load_plan(
             tokenizer, spec, weights, config,
             plan=plan, shared=shared, new_arena=new_arena, tell=tell,
