@@ -8,7 +8,7 @@ from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
-from tests.parity.oracle import MAX_NEW_TOKENS, NUM_PROMPTS
+from tests.parity.oracle import ROWS
 
 QUICK_PROMPTS, QUICK_TOKENS = 8, 20
 # Layers that slide, and layers with states.
@@ -61,7 +61,7 @@ def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
     small = {"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40, "num_kv_blocks": 24}
     with case.engine(**small, steady_admission=True) as engine:
         case.assert_agrees(engine)
-    check_preemption(Case(name, NUM_PROMPTS, max_tokens))
+    check_preemption(Case(name, ROWS.num_prompts, max_tokens))
 
 
 def check_preemption(case: Case) -> None:
@@ -93,4 +93,4 @@ def test_states_of_bfloat16_reach_the_engine():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [configuration.name for configuration in CONFIGURATIONS])
 def test_many_prompts_of_every_configuration(name):
-    check_every_way(name, NUM_PROMPTS, MAX_NEW_TOKENS)
+    check_every_way(name, ROWS.num_prompts, ROWS.max_new_tokens)

@@ -12,7 +12,7 @@ from raymoe.engine.engine import Engine
 from raymoe.plan.policy import DevicePolicy, Policy
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS, first_of_each_family
-from tests.parity.oracle import MAX_NEW_TOKENS
+from tests.parity.oracle import ROWS
 from tests.parity.softmax_families import SOFTMAX_FAMILIES
 from tests.splits import choose_splits, random_splits
 
@@ -81,4 +81,4 @@ def test_the_plain_model_of_families_that_test_schedules_has_not(configuration) 
     list(zip((each.name for each in CONFIGURATIONS), itertools.cycle(SCHEDULES), strict=False)),
 )
 def test_24_prompts_of_every_configuration(name: str, schedule: str) -> None:
-    check(name, schedule, None, MAX_NEW_TOKENS)
+    check(name, schedule, None, ROWS.max_new_tokens)

@@ -12,7 +12,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from tests.kinds import covering
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
-from tests.parity.oracle import Reference, make_model, make_reference
+from tests.parity.oracle import Reference, Rows, make_model, make_reference
 from tests.tiny import make_checkpoint
 
 PARAMS = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -96,7 +96,8 @@ def rows_of_three_heads(name: str) -> tuple[Reference, list[int]]:
     heads = [tokens(length) for length in HEADS]
     candidates = [head + tokens(length) for length in TAILS for head in heads]
     model = make_model(configuration)
-    reference = make_reference(model, configuration, NUM_ROWS, NUM_TOKENS, candidates=candidates)
+    size = Rows(num_prompts=NUM_ROWS, lengths=HEADS, max_new_tokens=NUM_TOKENS)
+    reference = make_reference(model, configuration, size, candidates)
     return reference, [candidates.index(prompt) % len(heads) for prompt in reference.prompts]
 
 

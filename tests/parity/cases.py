@@ -1,28 +1,53 @@
-"""Checkpoints and reference rows of all configurations, each made once per test session."""
+"""Checkpoints and reference rows of configurations, each made once per test session."""
 
 import fcntl
 import functools
 import os
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 
 from tests.parity.configurations import CONFIGURATIONS, Configuration
-from tests.parity.oracle import Reference, make_checkpoint, make_reference
+from tests.parity.oracle import (
+    FEW_ROWS,
+    ROWS,
+    Reference,
+    Rows,
+    make_checkpoint,
+    make_model,
+    make_reference,
+)
 
 DIRECTORY = "RAYMOE_TEST_CASES"  # in the environment of all processes of a test session
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A random model on disk, and what transformers generates by it."""
 
     configuration: Configuration
     directory: Path
-    reference: Reference
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """Rows of every length that matters to some layer."""
+        return self._reference("rows", ROWS)
+
+    @functools.cached_property
+    def few_rows(self) -> Reference:
+        """What a mistake in the weights or formulas of a family shows in."""
+        return self._reference("few_rows", FEW_ROWS)
+
+    def _reference(self, name: str, rows: Rows) -> Reference:
+        def make() -> Reference:
+            return make_reference(make_model(self.configuration), self.configuration, rows)
+
+        return _once(self.directory.with_suffix(f".{name}"), make)
 
 
 @functools.cache
@@ -32,12 +57,17 @@ def get_case(name: str) -> Case:
     transformers.logging.disable_progress_bar()
     configuration = next(item for item in CONFIGURATIONS if item.name == name)
     directory = Path(os.environ[DIRECTORY], re.sub(r"\W+", "-", name))
-    with directory.with_suffix(".pickle").open("a+b") as file:
+    _once(directory.with_suffix(".model"), lambda: bool(make_checkpoint(configuration, directory)))
+    return Case(configuration, directory)
+
+
+def _once(path: Path, make: Callable[[], Any]) -> Any:
+    """What `make` returned in the first process that came here."""
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if file.tell():  # opened at its end
             file.seek(0)
-            reference = pickle.load(file)
-        else:
-            reference = make_reference(make_checkpoint(configuration, directory), configuration)
-            pickle.dump(reference, file)
-    return Case(configuration=configuration, directory=directory, reference=reference)
+            return pickle.load(file)
+        made = make()
+        pickle.dump(made, file)
+        return made

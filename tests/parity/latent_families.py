@@ -1,7 +1,6 @@
 """Odd configurations of the families with latent attention.
 
-Prompts of `PROMPT_LENGTHS` tokens lie on both sides of the length from which on the plain form is
-used.
+Prompts of `oracle.ROWS` lie on both sides of the length from which on the plain form is used.
 """
 
 from typing import Any

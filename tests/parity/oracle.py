@@ -18,9 +18,18 @@ from raymoe.specs.model import ModelSpec, MoeSpec
 from tests.parity.configurations import FAMILY_CONFIGS, Configuration, model_class
 from tests.parity.hybrid_families import AS_PUBLISHED
 
-MAX_NEW_TOKENS = 34  # those of prompts of 1 and 33 tokens end in another block than they begin
-NUM_PROMPTS = 24
-PROMPT_LENGTHS = (1, 33, 9, 70, 32, 47)
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which rows a reference has; decoding starts new blocks of 32 tokens."""
+
+    num_prompts: int
+    lengths: tuple[int, ...]
+    max_new_tokens: int
+
+
+ROWS = Rows(num_prompts=24, lengths=(1, 33, 9, 70, 32, 47), max_new_tokens=20)
+FEW_ROWS = Rows(num_prompts=6, lengths=(1, 30, 70), max_new_tokens=8)
 
 
 def make_config(configuration: Configuration) -> PreTrainedConfig:
@@ -79,14 +88,14 @@ def _published(name: str) -> str:
     return re.sub(r"^language_model\.", "language_model.model.", name)
 
 
-def make_prompts(configuration: Configuration, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
+def make_prompts(
+    configuration: Configuration, num_prompts: int, lengths: tuple[int, ...] = ROWS.lengths
+) -> list[list[int]]:
     """Random prompts, shorter and longer than windows, blocks and the borders of ropes."""
     generator = torch.Generator().manual_seed(1000 + configuration.seed)
     vocabulary = configuration.vocab_size
     return [
-        torch.randint(
-            vocabulary, (PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)],), generator=generator
-        ).tolist()
+        torch.randint(vocabulary, (lengths[index % len(lengths)],), generator=generator).tolist()
         for index in range(num_prompts)
     ]
 
@@ -102,9 +111,7 @@ class Reference:
 def make_reference(
     model: PreTrainedModel,
     configuration: Configuration,
-    num_prompts: int = NUM_PROMPTS,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    *,
+    rows: Rows = ROWS,
     candidates: list[list[int]] | None = None,
 ) -> Reference:
     """Reference rows in which no decision is a tie: the first of the candidates, or random ones.
@@ -114,18 +121,21 @@ def make_reference(
     a hundred) are replaced by others.
     """
     if candidates is None:
-        candidates = make_prompts(configuration, num_prompts + 2 * len(PROMPT_LENGTHS))
+        num_candidates = rows.num_prompts + 2 * len(rows.lengths)
+        candidates = make_prompts(configuration, num_candidates, rows.lengths)
     with Gaps(model) as gaps:
-        tokens = _generate(model, candidates, max_new_tokens, gaps)
-    clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][:num_prompts]
-    assert len(clear) == num_prompts, f"only {len(clear)} rows of {configuration.name} are clear"
+        tokens = _generate(model, candidates, rows.max_new_tokens, gaps)
+    clear = [index for index, gap in enumerate(gaps.of_rows) if gap > 1.0][: rows.num_prompts]
+    assert len(clear) == rows.num_prompts, (
+        f"only {len(clear)} rows of {configuration.name} are clear"
+    )
     return Reference(
         prompts=[candidates[index] for index in clear], tokens=[tokens[index] for index in clear]
     )
 
 
 def reference_tokens(
-    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int = MAX_NEW_TOKENS
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int = ROWS.max_new_tokens
 ) -> list[list[int]]:
     """Greedy tokens of transformers for each prompt alone, ties and all."""
     with Gaps(model) as gaps:

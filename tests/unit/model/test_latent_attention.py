@@ -21,7 +21,7 @@ from raymoe.specs.model import LatentAttentionSpec, ModelSpec
 from tests.parity.cases import get_case
 from tests.parity.driver import Driver, generate, load_decoder
 from tests.parity.latent_families import LATENT_FAMILIES
-from tests.parity.oracle import MAX_NEW_TOKENS
+from tests.parity.oracle import ROWS
 from tests.unit.specs.config_classes import config_of, written
 
 QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")  # queries direct, by a latent, indexed
@@ -58,7 +58,7 @@ def test_either_form_alone_gives_the_tokens_of_transformers(
     decoder, prompts = load_decoder(case.directory), case.reference.prompts[:6]
     for form in FORMS:
         choose(form)
-        assert generate(decoder, prompts, MAX_NEW_TOKENS) == case.reference.tokens[:6]
+        assert generate(decoder, prompts, ROWS.max_new_tokens) == case.reference.tokens[:6]
 
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
