@@ -73,13 +73,68 @@ def leave_parts(directory, rows):
     return directory
 
 
-@pytest.mark.ray
-def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_path):
+ANSWER = {
+    "generated_text": "text",
+    "generated_tokens": [5, 6, 7, 8],
+    "num_input_tokens": 6,
+    "num_cached_tokens": 0,
+    "num_generated_tokens": 4,
+    "finish_reason": "length",
+    "__inference_error__": "",
+}
+
+
+def make_records():
+    """Rows of which three have errors; one more is no JSON."""
     records = [{"id": index, "prompt": f"row {index}", "tags": [index]} for index in range(40)]
     records[3]["prompt"] = ""
     records[4]["prompt"] = 4
     records[5]["sampling_params"] = {"max_tokens": 2}
     records[6]["sampling_params"] = {"max_token": 2}
+    return records
+
+
+@pytest.mark.ray
+def test_a_job_that_was_cut_off_ends_with_an_answer_or_a_reason_for_each_row(model, tmp_path):
+    records = make_records()
+    lines = [json.dumps(record) for record in records]
+    source = write_lines(tmp_path / "in.jsonl", *lines[:10], "{broken", *lines[10:])
+    written = [record | ANSWER for record in records[7:27]]
+    written[1]["prompt"] = "before the edit"
+    partial = leave_parts(tmp_path / "out.jsonl.partial", written)
+    output = tmp_path / "out.jsonl"
+    options = ("--input", source, "--output", output, "--id-column", "id", "--max-tokens", 4)
+    options = ("--model", model, *options, "--ignore-eos", "--price-per-hour", 1.2)
+    done = generate(*options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"plan: \d+ rows; prompts of .*\n.* predicted: ", done.stderr, re.DOTALL)
+    assert "1 rows have been edited since they were written" in done.stderr
+    assert "19 of 41 rows are already written" in done.stderr
+    assert not partial.exists()
+    rows = read_lines(output)
+    (broken,) = [row for row in rows if row["id"] is None]
+    assert "not JSON" in broken["__inference_error__"]
+    found = sorted((row for row in rows if row["id"] is not None), key=lambda row: row["id"])
+    assert [row["id"] for row in found] == [*range(40)]
+    assert [row["prompt"] for row in found[5:]] == [f"row {index}" for index in range(5, 40)]
+    assert [row["tags"] for row in found] == [[index] for index in range(40)]
+    assert [row["num_generated_tokens"] for row in found[:8]] == [4, 4, 4, 0, 0, 2, 0, 4]
+    assert "did you mean 'max_tokens'" in found[6]["__inference_error__"]
+    kept = [row["id"] for row in found if row["generated_tokens"] == ANSWER["generated_tokens"]]
+    assert kept == [7, *range(9, 27)]
+    files = read_status(tmp_path / "out.jsonl.status")
+    assert (files.job.state, files.unreadable) == ("finished", ())
+    (actor,) = files.actors
+    assert (actor.rows.num_rows, actor.engine.num_generated_tokens) == (22, 17 * 4 + 2)
+    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert "did you mean 'max_tokens'" in done.stdout  # errors are told whole
+    assert is_report(tmp_path / "out.jsonl.report.html")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_path):
+    records = make_records()
     lines = [json.dumps(record) for record in records]
     source = write_lines(tmp_path / "in.jsonl", *lines[:10], "{broken", *lines[10:])
     output = tmp_path / "out.jsonl"

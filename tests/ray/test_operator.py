@@ -109,12 +109,14 @@ def test_every_row_comes_out_once_and_bad_rows_say_why(local_ray, tiny_model, tm
     assert len({str(table.schema) for table in tables}) == 1
 
 
-@pytest.mark.parametrize("num_rows", [800, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_killed_actor_loses_no_row(local_ray, tiny_model, tmp_path, num_rows):
+@pytest.mark.parametrize(
+    ("num_rows", "num_actors"), [(800, 1), pytest.param(10_000, 2, marks=pytest.mark.slow)]
+)
+def test_a_killed_actor_loses_no_row(local_ray, tiny_model, tmp_path, num_rows, num_actors):
     path = write_rows(tmp_path / "rows.parquet", num_rows)
     tables = []
     killed = []
-    for table in generated(path, tiny_model):
+    for table in generated(path, tiny_model, num_actors=num_actors):
         tables.append(table)
         if not killed and sum(table.num_rows for table in tables) > num_rows // 8:
             killed = actors()[:1]

@@ -34,6 +34,7 @@ def plain(ds, model, options=None, **kwargs):
     return ds.map_batches(raymoe.MoEGenerator, fn_constructor_kwargs=constructor, **kwargs)
 
 
+@pytest.mark.slow
 def test_rays_own_defaults_are_enough_and_equal_prompts_get_samples_of_their_own(
     local_ray, tiny_model
 ):
