@@ -1,6 +1,7 @@
 """The shape of the package: `python tests/house.py` prints it, test_house.py holds it."""
 
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -33,6 +34,12 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file contains."""
+    return ast.parse(path.read_text())
+
+
 def module_of(path: Path) -> str:
     """Its dotted name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -57,7 +64,7 @@ def import_graph() -> dict[str, set[str]]:
     modules = {module_of(path): path for path in files()}
     graph: dict[str, set[str]] = defaultdict(set)
     for name, path in modules.items():
-        for node in _imports(ast.parse(path.read_text())):
+        for node in _imports(tree_of(path)):
             if isinstance(node, ast.Import):
                 names = {alias.name for alias in node.names}
             else:
@@ -91,7 +98,7 @@ def circles() -> list[list[str]]:
 def _prose_and_names(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, text, whether it is prose): names, strings and comments."""
     text = path.read_text()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value, True
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -126,7 +133,7 @@ def long_functions() -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
         for path in files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_LINES_OF_A_FUNCTION
     ]

@@ -2,9 +2,9 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from raymoe.cli import COMMANDS
@@ -40,8 +40,10 @@ ADVICE = re.compile(
 COMMAND = re.compile(rf"\braymoe ({'|'.join(COMMANDS)})\b([^;:,()\n]*)")
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@functools.cache
+def messages() -> list[tuple[str, str]]:
     """Where, and the text of each string of the package, with {} for what is filled in."""
+    found = []
     for path in sorted((ROOT / "raymoe").rglob("*.py")):
         if path.parent.name in {"papers", "bench"}:
             continue
@@ -54,7 +56,8 @@ def messages() -> Iterator[tuple[str, str]]:
                     else "{}"
                     for part in parts
                 ]
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", "".join(texts)
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", "".join(texts)))
+    return found
 
 
 def known_names() -> set[str]:

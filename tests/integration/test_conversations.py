@@ -147,6 +147,7 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_conversations_are_generated_from_tables_as_from_lines(model, tmp_path):
     generator = MoEGenerator(
         model,

@@ -36,9 +36,9 @@ def on_cores(placement: str, fraction: float = 0.4) -> DevicePolicy:
     ("schedule", "placement", "scenario"),
     [
         ("micro_batches", "ring", "mixed lengths"),
-        ("micro_batches", "resident share", "long prompt"),
+        pytest.param("micro_batches", "resident share", "long prompt", marks=pytest.mark.slow),
         ("cgopipe", "pages", "preemption"),
-        ("module_batching", "staged", "mixed lengths"),
+        pytest.param("module_batching", "staged", "mixed lengths", marks=pytest.mark.slow),
     ],
 )
 def test_splits_that_change_from_step_to_step_change_no_token(

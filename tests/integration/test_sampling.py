@@ -86,10 +86,10 @@ def p_value(counts, probabilities) -> float:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0},
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
+                {"temperature": 1.0},
                 {"temperature": 0.5},
                 {"temperature": 2.0, "top_k": 20},
                 {"top_p": 0.7},

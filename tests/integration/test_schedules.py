@@ -21,7 +21,6 @@ from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-PAPERS = ("cgopipe", "vslpipe", "module_batching")
 NUM_PROMPTS, NUM_TOKENS = 10, 16
 SIZES = {
     "max_num_seqs": 16,
@@ -169,12 +168,21 @@ def test_every_family_schedule_and_scenario(family: str, schedule: str, scenario
     check(family, schedule, scenario, DEVICES["pages"])
 
 
-def test_latent_attention_is_divided_between_host_and_device() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "scenario", "placement"),
+    [
+        ("cgopipe", "mixed lengths", "pages"),
+        pytest.param("vslpipe", "mixed lengths", "pages", marks=pytest.mark.slow),
+        pytest.param("module_batching", "mixed lengths", "pages", marks=pytest.mark.slow),
+        ("module_batching", "preemption", "resident"),
+        pytest.param("flexgen_s4", "long prompt", "one micro-batch", marks=pytest.mark.slow),
+    ],
+)
+def test_latent_attention_is_divided_between_host_and_device(
+    schedule: str, scenario: str, placement: str
+) -> None:
     name = "deepseek_v3: narrow latent, pairs apart, no dense layer"  # prompts in both forms
-    for schedule in PAPERS:
-        check_configuration(name, schedule, "mixed lengths", DEVICES["pages"])
-    check_configuration(name, "module_batching", "preemption", DEVICES["resident"])
-    check_configuration(name, "flexgen_s4", "long prompt", DEVICES["one micro-batch"])
+    check_configuration(name, schedule, scenario, DEVICES[placement])
 
 
 @pytest.mark.slow
@@ -204,7 +212,7 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
 @pytest.mark.parametrize(
     ("name", "schedule", "scenario", "placement"),
     [
-        (WITH_STATES[0], "cgopipe", "long prompt", "pages"),
+        pytest.param(WITH_STATES[0], "cgopipe", "long prompt", "pages", marks=pytest.mark.slow),
         (WITH_STATES[0], "flexgen_s4", "preemption", "resident share"),
         (WITH_STATES[1], "micro_batches", "mixed lengths", "ring"),
         (WITH_STATES[2], "flexgen_s3", "early end", "staged"),

@@ -33,7 +33,7 @@ def structured(outputs, **more):
     return {"max_tokens": 1500, "temperature": 1.0, "structured_outputs": outputs} | more
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_schemas_give_only_valid_json(engine, count):
     schemas = [SchemaMaker(seed).make() for seed in range(count)]
     params = [

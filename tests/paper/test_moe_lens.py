@@ -123,18 +123,19 @@ def test_a_planned_job_takes_hardly_more_steps_than_stage_2(
     assert planned >= 0.98 * stage2(node, job, block_tokens=KV_BLOCK_TOKENS).tokens_per_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "generated", "share"),
     [
         ("mixtral-8x7b", 128, 0.97),
-        pytest.param("mixtral-8x22b", 64, 0.97, marks=pytest.mark.slow),
-        pytest.param("mixtral-8x22b", 128, 0.97, marks=pytest.mark.slow),
-        pytest.param("mixtral-8x7b", 64, 0.97, marks=pytest.mark.slow),
-        pytest.param("mixtral-8x22b", 256, 0.97, marks=pytest.mark.slow),
-        pytest.param("mixtral-8x7b", 256, 0.97, marks=pytest.mark.slow),
-        pytest.param("dbrx", 64, 0.95, marks=pytest.mark.slow),  # bound by the GPU
-        pytest.param("dbrx", 128, 0.97, marks=pytest.mark.slow),
-        pytest.param("dbrx", 256, 0.97, marks=pytest.mark.slow),
+        ("mixtral-8x22b", 64, 0.97),
+        ("mixtral-8x22b", 128, 0.97),
+        ("mixtral-8x7b", 64, 0.97),
+        ("mixtral-8x22b", 256, 0.97),
+        ("mixtral-8x7b", 256, 0.97),
+        ("dbrx", 64, 0.95),  # bound by the GPU
+        ("dbrx", 128, 0.97),
+        ("dbrx", 256, 0.97),
     ],
 )
 def test_plans_reach_the_rates_of_the_papers_model(

@@ -207,12 +207,26 @@ def test_it_prints_the_plan_of_one_of_several_gpus(
         assert wanted in found
 
 
-def test_no_line_is_wider_than_a_terminal(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_is_no_wider_than_a_terminal_and_more_of_what_binds_gains_most(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB, "--what-if"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     lanes = re.findall(r"^ +(gpu|cpu|htod|dtoh) +\|.{60}\| +\d+%$", out, re.MULTILINE)
     assert set(lanes) == {"gpu", "cpu", "htod", "dtoh"}
+    table = words(out)
+    gains = {
+        resource: int(gain)
+        for resource, gain in re.findall(
+            r"(GPU memory|host memory|link|cores|GPU rate) [^%]*?([+-]\d+) %",
+            table[table.index("what if") :],
+        )
+    }
+    assert set(gains) == {"GPU memory", "host memory", "link", "cores", "GPU rate"}
+    assert gains["link"] > 20, "weights stream, and the device holds less than half of them"
+    assert gains["GPU memory"] > 30, "with 17 GiB all of them stay"
+    assert abs(gains["host memory"]) <= 1, "all rows have room already"
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_bytes_missing(
@@ -276,22 +290,7 @@ def test_a_node_without_a_gpu_comes_from_its_file(
     assert "no gpu has no GPU; leave it out" in capsys.readouterr().err
 
 
-def test_more_of_what_binds_gains_most(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB, "--what-if"]) == 0
-    table = words(capsys.readouterr().out)
-    gains = {
-        resource: int(gain)
-        for resource, gain in re.findall(
-            r"(GPU memory|host memory|link|cores|GPU rate) [^%]*?([+-]\d+) %",
-            table[table.index("what if") :],
-        )
-    }
-    assert set(gains) == {"GPU memory", "host memory", "link", "cores", "GPU rate"}
-    assert gains["link"] > 20, "weights stream, and the device holds less than half of them"
-    assert gains["GPU memory"] > 30, "with 17 GiB all of them stay"
-    assert abs(gains["host memory"]) <= 1, "all rows have room already"
-
-
+@pytest.mark.slow
 def test_pictures_are_drawn(model: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "pictures"
     arguments = ["plan", "--model", model, "--hardware", "t4", *MEMORY, *JOB]
@@ -353,12 +352,11 @@ def check_outcome(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_planning_needs_no_library_that_computes() -> None:
-    rng = random.Random()
-    check_outcome(
-        plan_without_libraries(
-            "--model", "mixtral-8x7b", "--hardware", rng.choice(list(HARDWARE_PRESETS))
-        )
+    done = plan_without_libraries(
+        "--model", "mixtral-8x7b", "--hardware", "l4", *JOB, "--schedule", "in_place"
     )
+    assert done.returncode == 0, done.stderr
+    check_outcome(done)
 
 
 @pytest.mark.slow
@@ -418,7 +416,7 @@ def test_lengths_come_from_a_file(
     suffix: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dice, path = random.Random(suffix), tmp_path / f"lengths.{suffix}"
-    lengths = [(dice.randint(1, 900), dice.randint(1, 100)) for _ in range(30)]
+    lengths = [(dice.randint(1, 300), dice.randint(1, 20)) for _ in range(12)]
     rows = [{"prompt_tokens": prompt, "generated_tokens": count} for prompt, count in lengths]
     if suffix == "jsonl":
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -427,8 +425,8 @@ def test_lengths_come_from_a_file(
     plan = find_plan(ModelSpec.from_directory(model), NODE, Workload.of_rows(tuple(lengths)))
     given = ("--model", model, "--hardware", "t4", *MEMORY, "--lengths", str(path))
     found = planned(capsys, *given)
-    assert (found["num_rows"], found["tokens_per_s"]) == (30, plan.tokens_per_s)
-    assert planned(capsys, *given, "--num-rows", "500")["num_rows"] == 500
+    assert (found["num_rows"], found["tokens_per_s"]) == (12, plan.tokens_per_s)
+    assert planned(capsys, *given, "--num-rows", "60")["num_rows"] == 60
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,10 @@ from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.deaths import die
 from tests.unit.data.jobs import IDENTITY, identity, made
 from tests.unit.data.journals import ENVIRONMENT, ROOT, keys_of_samples
-from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy
 from tests.unit.engine.kills import signal_forked
 
 SAMPLED = {"max_tokens": 6, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_directory(tmp_path_factory):
-    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Fakes:

@@ -19,21 +19,21 @@ from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from tests.unit.data.statuses import passed, planned
-from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy
 
 TABLE = pa.table({"prompt": ["one", "two", "", "four"]})
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(tokenizer_directory, tmp_path, monkeypatch):
     """Makes operators around the checksum model that look at it all the time."""
-    directory = write_byte_tokenizer(tmp_path)
     before = {"load": lambda: None, "pass": lambda _inputs: None}
     made = []
 
     def load(_source, config):
         before["load"]()
-        parts = fake_parts(FakeRunner(64, before["pass"]), small_policy(), directory=directory)
+        runner = FakeRunner(64, before["pass"])
+        parts = fake_parts(runner, small_policy(), directory=tokenizer_directory)
         return Engine(parts, dataclasses.replace(config, linger_s=0.0))
 
     def make(**hooks):

@@ -10,7 +10,7 @@ from raymoe.data import generator as generators
 from raymoe.data.generator import MoEGenerator
 from raymoe.engine.engine import Engine
 from tests.unit.data.jobs import IDENTITY
-from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy, write_byte_tokenizer
+from tests.unit.engine.fakes import FakeRunner, fake_parts, small_policy
 
 
 def mode(path):
@@ -25,14 +25,13 @@ def open_umask():
 
 
 @pytest.fixture
-def run(tmp_path_factory, monkeypatch):
-    directory = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def run(tokenizer_directory, monkeypatch):
     monkeypatch.setattr(generators, "_identify", lambda _source: IDENTITY)
     monkeypatch.setattr(
         generators,
         "_load_engine",
         lambda _source, config: Engine(
-            fake_parts(FakeRunner(64), small_policy(), directory=directory), config
+            fake_parts(FakeRunner(64), small_policy(), directory=tokenizer_directory), config
         ),
     )
 

@@ -119,7 +119,7 @@ def short_rows_then_long_ones(policy, *, has_states=False):
     steady_admission=st.booleans(),
     is_fixed=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_tokens_do_not_depend_on_any_size(
     lengths,
     max_tokens,

@@ -102,15 +102,22 @@ def test_rows_with_tools_take_the_template_of_tools(tokenizer_directory, tmp_pat
     assert read_chat_template(directory).split("\n") in ([default, tool_use], [tool_use, default])
 
 
+@pytest.fixture(scope="module")
+def splitting(tokenizer_directory):
+    """To which special tokens in texts are ordinary text."""
+    tokenizer = Tokenizer(tokenizer_directory, VOCAB_SIZE, split_special_tokens=True)
+    yield tokenizer
+    tokenizer.close()
+
+
 @pytest.mark.parametrize("text", ["a</s>b", "</s>", "<s>é", "no mark"])
-def test_special_tokens_in_text_may_be_ordinary_text(tokenizer_directory, make, text):
-    tokenizer = make(tokenizer_directory, split_special_tokens=True)
+def test_special_tokens_in_text_may_be_ordinary_text(tokenizer_directory, splitting, text):
     theirs = AutoTokenizer.from_pretrained(tokenizer_directory)
     expected = theirs(text, split_special_tokens=True).input_ids
-    assert tokenizer.encode(text).tolist() == expected == [BOS, *text.encode()]
+    assert splitting.encode(text).tolist() == expected == [BOS, *text.encode()]
     long = f"{text} " * 20_000
-    assert tokenizer.encode(long).tolist() == [BOS, *long.encode()]
-    assert tokenizer.encode([{"role": "user", "content": "hi"}]).tolist()[0] == BOS
+    assert splitting.encode(long).tolist() == [BOS, *long.encode()]
+    assert splitting.encode([{"role": "user", "content": "hi"}]).tolist()[0] == BOS
     assert kept_tokenizer(tokenizer_directory).encode(text).tolist() == theirs(text).input_ids
 
 
@@ -122,12 +129,9 @@ def test_special_tokens_in_text_may_be_ordinary_text(tokenizer_directory, make, 
         [{"role": "</s>", "content": "a"}],
     ],
 )
-def test_special_tokens_in_messages_are_refused_where_they_may_not_be(
-    tokenizer_directory, make, messages
-):
-    tokenizer = make(tokenizer_directory, split_special_tokens=True)
+def test_special_tokens_in_messages_are_refused_where_they_may_not_be(splitting, messages):
     with pytest.raises(ConfigError, match=r"token '</?s>', which split_special_tokens forb"):
-        tokenizer.encode(messages)
+        splitting.encode(messages)
 
 
 def test_special_tokens_in_messages_are_those_of_the_text(tokenizer_directory):
@@ -199,7 +203,7 @@ def test_files_beside_the_tokenizer_that_are_no_files_of_it_are_refused(
     ("name", "text"),
     [
         ("tokenizer.json", "[" * 100_000),
-        ("tokenizer_config.json", '{"a":' * 100_000),
+        pytest.param("tokenizer_config.json", '{"a":' * 100_000, marks=pytest.mark.slow),
         ("tokenizer.json", '{"model": ' + "9" * 5000),
     ],
 )
@@ -215,7 +219,7 @@ def test_a_tokenizer_that_fails_to_decode_names_the_problem(tokenizer):
         tokenizer.decode([-5])
 
 
-@pytest.mark.parametrize("value", [[], "long"])
+@pytest.mark.parametrize("value", [[], pytest.param("long", marks=pytest.mark.slow)])
 def test_a_length_that_is_no_number_is_an_error_of_the_tokenizer(
     tokenizer_directory, tmp_path, make, value
 ):

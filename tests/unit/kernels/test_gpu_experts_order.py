@@ -43,7 +43,7 @@ def order_of(counts: Sequence[int], rows: range | None = None) -> TileOrder:
     return [(expert, block, row) for expert, block, row in out.tolist() if expert >= 0]
 
 
-COUNTS = [(1, 700, 0, 130), (40, 40), (0, 9 * ROWS, 0)]
+COUNTS = [(1, 300, 0, 130), (40, 40), (0, 9 * ROWS, 0)]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -48,7 +48,7 @@ def test_cores_that_compute_experts_beside_the_gpu_beat_both_alone(num_rows: int
 
 
 def test_many_rows_use_the_gpu() -> None:
-    many = replace(FEW, num_rows=5000)
+    many = replace(FEW, num_rows=1000)
     plan = find_plan(MIXTRAL, L4, many, max_model_len=1024)
     alone = find_plan(MIXTRAL, L4, many, schedule="in_place", max_model_len=1024)
     assert plan.schedule == "micro_batches"

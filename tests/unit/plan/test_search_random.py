@@ -42,7 +42,9 @@ class RandomJob:
         )
 
 
-# Kinds of their layers do not repeat, so that a plan takes 10 to 20 seconds of a core.
+# Kinds of their layers do not repeat, so that a plan takes 10 to 20 seconds of a core; these jobs
+# have other models.
+WITH_OTHERS = (0, 12, 13, 27, 28, 41, 42, 43)
 SIMULATED_WHOLE = {
     *("kimi-linear-48b-a3b", "nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b"),
 }
@@ -63,7 +65,9 @@ def random_job(number: int) -> RandomJob:
         ]
         workload = replace(Workload.of_rows(tuple(rows)), num_rows=num_rows)
     longest = max((sum(row) for row in workload.row_lengths), default=workload.context_tokens)
-    names = [name for name in MODEL_PRESETS if number not in QUICK or name not in SIMULATED_WHOLE]
+    names = [
+        name for name in MODEL_PRESETS if number not in WITH_OTHERS or name not in SIMULATED_WHOLE
+    ]
     model = model_preset(dice.choice(names))
     model = model.with_state_dtype(dice.choice(STATE_DTYPES))
     return RandomJob(model, node, workload, max(4096, 2 * longest))
@@ -173,12 +177,12 @@ def check(job: RandomJob) -> float | None:
     return bounds[limit] / seconds
 
 
-QUICK = (0, 12, 13, 27, 28, 41, 42, 43)  # planned in few seconds, or refused; 28 has states
+QUICK = (0, 12, 13, 41)  # planned in few seconds; 13 is refused
 
 
 def test_random_plans_are_the_fastest_and_possible() -> None:
     shares = [share for share in map(check, map(random_job, QUICK)) if share is not None]
-    assert len(shares) >= 6
+    assert len(shares) == 3
     assert max(shares) > 0.5  # the bound is not far off where one thing limits
 
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.schedule.builders import STREAMING_BUILDERS
@@ -23,6 +23,7 @@ IN_THE_DEFAULT_RUN = ("micro_batches", "vslpipe")
     ],
 )
 @given(data=st.data())
+@settings(max_examples=30)
 def test_an_outline_takes_as_long_as_its_schedule(name: str, data: st.DataObject) -> None:
     schedule = STREAMING_BUILDERS[name](data.draw(step_forms(name)))
     cost = TaskCost(data)
