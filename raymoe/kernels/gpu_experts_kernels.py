@@ -262,7 +262,7 @@ def _load_inputs(
 
 
 @triton.jit
-def _gated(
+def gated(
     gate_ON: tl.tensor,
     up_ON: tl.tensor,
     GAIN: tl.constexpr,
@@ -392,7 +392,7 @@ def gate_up_kernel(
     if HAS_BIAS:
         gate_ON += _load_bias(row_ptr, outputs_O, is_output_O, GATE)
         up_ON += _load_bias(row_ptr, outputs_O, is_output_O, UP)
-    gated_ON = _gated(gate_ON, up_ON, GAIN, CUBIC, LIMIT, GATE_LIMIT, OFFSET)
+    gated_ON = gated(gate_ON, up_ON, GAIN, CUBIC, LIMIT, GATE_LIMIT, OFFSET)
     product_ON = rounded(gated_ON, GATE.dtype, GATE.dot)
     width = (GATE.outputs + PLANES_OUT - 1) // PLANES_OUT
     columns_O = outputs_O % PLANES_OUT * width + outputs_O // PLANES_OUT

@@ -8,12 +8,14 @@ E experts, O outputs, P outputs with padding, I inputs, G groups of inputs.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raymoe.codecs import CodeKind, Codes, StoredMatrix, nibbles, unpack
+from raymoe.codecs import CodeKind, Codes, StoredMatrix, Weight, nibbles, unpack
+from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.specs.weight_format import FP8_COLUMNS, FP8_ROWS
 
 BITS = {"int4": 4, "e2m1": 4, "e4m3": 8}
@@ -75,21 +77,34 @@ class PackedMatrices:
     bias_EP: Tensor | None = None
 
 
-def why_not_packed(matrix: StoredMatrix, dtype: torch.dtype, *, has_order: bool) -> str | None:
-    """Return why the kernels do not take a matrix, or None; reads its scales.
+def why_not_packed(matrices: ExpertMatrices, dtype: torch.dtype) -> str | None:
+    """Return why the kernels do not take the experts of a layer, or None; reads their scales.
 
     Args:
-        dtype: Type of the inputs of the product.
-        has_order: Whether inputs that are not neighbours share scales (act-order).
+        dtype: Type of the inputs of the products.
     """
+    layouts = matrices.layouts()
+    if layouts is None:
+        return "experts, or their gates and ups, are stored differently"
+    if any(layout.has_order for layout in layouts):
+        return "inputs that share a scale are not neighbours (act-order)"
+    for weight in chain(*matrices[:3]):
+        if not isinstance(weight, StoredMatrix):
+            return "16-bit weights are no codes"
+        reason = why_not_matrix(weight, dtype)
+        if reason is not None:
+            return reason
+    return None
+
+
+def why_not_matrix(matrix: StoredMatrix, dtype: torch.dtype) -> str | None:
+    """Return why the kernels do not take a matrix whose groups are in order, or None."""
     codes = unpack(matrix)
     outputs, inputs = matrix.shape
     if dtype not in _HALVES:
         return f"inputs are float16 or bfloat16, not {dtype}"
     if inputs % INPUTS or outputs % (_STORE_BYTES // dtype.itemsize):
         return f"{outputs} outputs and {inputs} inputs, which are no multiples of 8 and {INPUTS}"
-    if has_order:
-        return "inputs that share a scale are not neighbours (act-order)"
     if not _has_known_groups(codes):
         return f"one scale for {codes.block_rows} outputs and {codes.group_size} inputs"
     return _why_not_in_float16(codes) if dtype == torch.float16 else None
@@ -117,19 +132,23 @@ def _why_not_in_float16(codes: Codes) -> str | None:
 
 
 def pack_matrices(
-    matrices: Sequence[StoredMatrix], biases_O: Sequence[Tensor] | None, dtype: torch.dtype
+    matrices: Sequence[Weight], biases_O: Sequence[Tensor] | None, dtype: torch.dtype
 ) -> PackedMatrices:
     """Pack a matrix of each expert, all stored the same, where they lie.
 
     Codes, E4M3 scales, exponents and float32 scales are kept; 16-bit scales are rounded to `dtype`.
-    `why_not_packed` is None for each.
+    `why_not_matrix` is None for each, and groups are in order.
     """
-    packed = (_pack(unpack(matrix), dtype) for matrix in matrices)
-    stacked = _stack(packed, len(matrices))
+    stacked = _stack((_pack(_stored(matrix), dtype) for matrix in matrices), len(matrices))
     if biases_O is None:
         return stacked
     bias_EP = torch.stack([_pack_bias(bias_O.to(dtype)) for bias_O in biases_O])
     return replace(stacked, layout=replace(stacked.layout, has_bias=True), bias_EP=bias_EP)
+
+
+def _stored(matrix: Weight) -> Codes:
+    assert isinstance(matrix, StoredMatrix), "only matrices of codes are packed"
+    return unpack(matrix)
 
 
 def _stack(packed: Iterable[PackedMatrices], num_experts: int) -> PackedMatrices:

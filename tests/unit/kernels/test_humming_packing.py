@@ -14,7 +14,7 @@ from raymoe.kernels.humming.packing import (
     pack_matrices,
     unpacked,
     unpacked_bias,
-    why_not_packed,
+    why_not_matrix,
 )
 from raymoe.specs.weight_format import (
     Awq,
@@ -106,7 +106,7 @@ def _equal(got: Tensor | None, expected: Tensor | None) -> bool:
 def test_packing_is_reversed(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrices = [matrix_of(name, shape, seed) for seed in range(3)]
     biases = [torch.randn(shape[0]) for _ in matrices]
-    assert all(why_not_packed(each, dtype, has_order=False) is None for each in matrices)
+    assert all(why_not_matrix(each, dtype) is None for each in matrices)
     packed = pack_matrices(matrices, biases, dtype)
     for expert, matrix in enumerate(matrices):
         stored, got = unpack(matrix), unpacked(packed, expert)
@@ -122,16 +122,13 @@ def test_what_the_kernels_do_not_take_is_named() -> None:
         each: quantise(each, weight_OI, scale_dtype=FP16, seed=0).matrix
         for each in (Fp8Channel(), Mxfp8(), PackedInt4(group_size=0), Mxfp4(), Fp8Block())
     }
-    reasons = {
-        each.name: why_not_packed(matrix, BF16, has_order=False) for each, matrix in made.items()
-    }
+    reasons = {each.name: why_not_matrix(matrix, BF16) for each, matrix in made.items()}
     assert reasons["fp8_channel"] == "one scale for 1 outputs and 128 inputs"
     assert reasons["mxfp8"] == "one scale for 1 outputs and 32 inputs"
     assert reasons["mxfp4"] is reasons["fp8_block"] is None
-    assert "act-order" in str(why_not_packed(made[Mxfp4()], BF16, has_order=True))
-    assert "float16 or bfloat16" in str(why_not_packed(made[Mxfp4()], FP32, has_order=False))
+    assert "float16 or bfloat16" in str(why_not_matrix(made[Mxfp4()], FP32))
     narrow = quantise(Mxfp4(), torch.randn(128, 96), scale_dtype=FP16, seed=0).matrix
-    assert "128 outputs and 96 inputs" in str(why_not_packed(narrow, BF16, has_order=False))
+    assert "128 outputs and 96 inputs" in str(why_not_matrix(narrow, BF16))
 
 
 @pytest.mark.parametrize(("stored", "size"), [(Mxfp4(), 2.0**-20), (Fp8Block(), 2.0**-18)], ids=str)
@@ -140,5 +137,5 @@ def test_scales_beyond_float16_are_taken_in_bfloat16_only(
 ) -> None:
     weight_OI = torch.randn(128, 128) * size
     matrix = quantise(stored, weight_OI, scale_dtype=FP16, seed=0).matrix
-    assert why_not_packed(matrix, BF16, has_order=False) is None
-    assert "float16" in str(why_not_packed(matrix, FP16, has_order=False))
+    assert why_not_matrix(matrix, BF16) is None
+    assert "float16" in str(why_not_matrix(matrix, FP16))
