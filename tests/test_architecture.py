@@ -89,6 +89,7 @@ ONLY_IN = {
     "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
+    "humming": {"kernels"},
     "typer": {"cli"},
 }
 

@@ -32,6 +32,7 @@ from raymoe.kernels.gpu_attention_batch import (
 )
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
+from raymoe.kernels.humming.products import why_not_here
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.state import causal_conv, scan
 from raymoe.kernels.tensors import to_device
@@ -63,6 +64,8 @@ FORMATS: tuple[WeightFormat, ...] = (
     Fp8Block(), Fp8Channel(), Fp8Tensor(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Mxfp8(),
     Nvfp4(),
 )  # fmt: skip
+# Those that humming-kernels multiplies.
+PACKED_FORMATS = (Fp8Block(), PackedInt4(32), Gptq(128), Awq(128), Mxfp4(), Nvfp4())
 HIDDEN_SIZE, EXPERT_SIZE, NUM_EXPERTS, TOP_K = 256, 256, 4, 2
 TOKENS = (3, 200)  # tiles of decode and of prefill
 CONTEXTS = (1, 33, 70, 1200)  # the last in several parts
@@ -111,6 +114,10 @@ def _device_checks(device: torch.device) -> Iterator[Check]:
         yield _check("GPU experts", dtype, partial(experts, None, dtype, device))
     for stored in FORMATS:
         yield _check(f"GPU experts, {stored.name}", half, partial(experts, stored, half, device))
+    if why_not_here(torch.cuda.get_device_capability(device), half) is None:
+        for stored in PACKED_FORMATS:
+            case = partial(experts, stored, half, device, make_packed)
+            yield _check(f"GPU experts of humming-kernels, {stored.name}", half, case)
 
 
 def _check(name: str, dtype: torch.dtype, case: Case) -> Check:
@@ -193,6 +200,13 @@ def make(matrices: ExpertMatrices, dtype: torch.dtype) -> Experts:
     return make_cpu_experts(
         *matrices[:3], activation="silu", allocate=allocate_huge_pages, dtype=dtype
     )
+
+
+def make_packed(matrices: ExpertMatrices, dtype: torch.dtype) -> Experts:
+    """The experts of humming-kernels; groups of random matrices are in order."""
+    from raymoe.kernels.humming.experts import make_humming_experts  # noqa: PLC0415 - needs Triton
+
+    return make_humming_experts(matrices._replace(are_reordered=False), dtype=dtype)
 
 
 def experts(

@@ -17,6 +17,7 @@ from raymoe.kernels.gpu_common import Launch, round_to
 from raymoe.kernels.gpu_experts_kernels import add_kernel, gated
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.humming.packing import PackedMatrices, pack_matrices, why_not_packed
+from raymoe.kernels.humming.products import GroupedProduct
 from raymoe.specs.layers import rows_at_once
 
 _CHUNK = 1024  # choices that a program of `sort_kernel` reads at once
@@ -217,6 +218,18 @@ class HummingExperts:
             },
             options={"num_warps": 4},
         )
+
+
+def make_humming_experts(
+    matrices: ExpertMatrices,
+    *,
+    activation: str = "silu",
+    dtype: torch.dtype,
+    clamp: Clamp | None = None,
+) -> HummingExperts:
+    """Pack the experts of a layer and compile their products, where `why_not_here` is None."""
+    packed = packed_experts(matrices, dtype)
+    return HummingExperts(packed, product=GroupedProduct, activation=activation, clamp=clamp)
 
 
 def packed_experts(

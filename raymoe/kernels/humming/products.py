@@ -8,14 +8,19 @@ compiler's library. Its modules ask for a GPU, so they are imported where one is
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from raymoe.kernels.humming.packing import BITS, OUTPUTS, PackedLayout, PackedMatrices
 
+PACKAGE, VERSION = "humming-kernels", "0.1.19"
+# Its launcher is made for torch's stable interface of C++, which begins here.
+OLDEST_TORCH = Version("2.11")
 _TURING, _HOPPER = (7, 5), (9, 0)
 CAPABILITIES = (_TURING, (8, 0), (8, 6), (8, 9), _HOPPER)  # those whose machine code was counted
 _CODES = {"int4": "uint4", "e2m1": "float4e2m1", "e4m3": "float8e4m3"}
@@ -38,10 +43,21 @@ _ALL_ROWS = 1 << 30
 _TOGETHER = 4
 
 
-def runs_on(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    return capability in CAPABILITIES and (
-        dtype == torch.float16 or (dtype == torch.bfloat16 and capability != _TURING)
-    )
+def why_not_here(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Return why no product runs on a GPU of this capability with this installation, or None."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return f"{PACKAGE} is not installed: pip install 'raymoe[cuda]'"
+    if found != VERSION:
+        return f"{PACKAGE} is {found}; this version of raymoe calls {VERSION}"
+    if Version(torch.__version__) < OLDEST_TORCH:
+        return f"torch is {torch.__version__}; the launcher of {PACKAGE} needs {OLDEST_TORCH}"
+    if capability not in CAPABILITIES:
+        return f"tiles are known for other compute capabilities than {capability}"
+    if dtype == torch.bfloat16 and capability == _TURING:
+        return "Turing has no bfloat16"
+    return None
 
 
 def layer_config(

@@ -106,6 +106,8 @@ def test_an_old_card_and_memory_of_others_are_told(
 def test_with_a_gpu_more_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "attention_compute", lambda *_: None)
     monkeypatch.setattr(rates.torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(rates.torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(kernels, "why_not_here", lambda *_: None)
     cpu, cuda = (
         [check.name for section in (kernels, model) for check in section.checks(Target(device=it))]
         for it in ("cpu", "cuda")
@@ -113,6 +115,7 @@ def test_with_a_gpu_more_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     of_cpu = [name for name in cpu if name.startswith("CPU")]
     assert [name for name in cuda if name.startswith("CPU")] == of_cpu
     assert "GPU experts, mxfp4, float16" in cuda
+    assert "GPU experts of humming-kernels, mxfp4, float16" in cuda
     assert "GPU latent attention, float32" in cuda
     assert "cgopipe on cuda, float32" in cuda
     assert "module_batching on cuda, float16" in cuda

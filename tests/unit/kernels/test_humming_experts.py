@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import Codes
+from raymoe.doctor import kernels as doctor
+from raymoe.doctor.examine import Status
 from raymoe.kernels.cpu_experts import SIGMOID_GATES, Clamp, ExpertGroup
 from raymoe.kernels.humming.packing import PackedMatrices, unpacked, unpacked_bias, why_not_packed
 from raymoe.specs.layers import rows_at_once
@@ -169,6 +171,21 @@ def test_bits_of_a_token_do_not_depend_on_the_others() -> None:
     experts = experts_of(case)
     some_TH = experts(*(each[11:14] for each in case.inputs))
     assert torch.equal(some_TH, experts(*case.inputs)[11:14])
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("stored", doctor.PACKED_FORMATS, ids=str)
+def test_the_doctors_bound_allows_the_roundings(
+    stored: WeightFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it compares the products themselves with that bound."""
+    from raymoe.kernels.humming import experts  # noqa: PLC0415 - needs Triton
+
+    monkeypatch.setattr(doctor, "TOKENS", (3,))
+    monkeypatch.setattr(experts, "GroupedProduct", ModelOfAProduct)
+    case = lambda: doctor.experts(stored, dtype, doctor.CPU, doctor.make_packed)  # noqa: E731
+    found = doctor.compare(case, doctor.BOUNDS[dtype])
+    assert found.status == Status.OK, found.value
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)

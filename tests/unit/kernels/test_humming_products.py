@@ -1,7 +1,10 @@
 """Configurations and tensors of the products of humming-kernels; nothing of it is imported."""
 
 import os
+import re
+import tomllib
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from raymoe.kernels.humming import products
 from raymoe.kernels.humming.packing import PackedMatrices, pack_matrices
 from raymoe.specs.weight_format import Awq, Fp8Block, Mxfp4, Nvfp4, WeightFormat
 from tests.quantisers import quantise
+from tests.unit.kernels.ahead import ROOT
 
 BF16 = torch.bfloat16
 OUTPUTS, INPUTS, NUM_EXPERTS, NUM_ROWS = 200, 256, 3, 7
@@ -103,12 +107,42 @@ def test_outputs_that_no_block_divides_are_padded() -> None:
     assert {tile["block_shape"][1] for tile in products.tile_configs(layout, (8, 0))} == {128}
 
 
-def test_only_cards_whose_machine_code_was_counted_are_named() -> None:
-    assert products.runs_on((7, 5), torch.float16)
-    assert not products.runs_on((7, 5), BF16)
-    assert products.runs_on((9, 0), BF16)
-    assert not products.runs_on((9, 0), torch.float32)
-    assert not products.runs_on((12, 0), BF16)
+@pytest.mark.parametrize(
+    ("installed", "torch_version", "capability", "dtype", "says"),
+    [
+        ("0.1.19", "2.13.0+cu130", (9, 0), BF16, None),
+        ("0.1.19", "2.11.0", (7, 5), torch.float16, None),
+        (None, "2.13.0", (9, 0), BF16, "not installed: pip install 'raymoe\\[cuda\\]'"),
+        ("0.1.20", "2.13.0", (9, 0), BF16, "is 0.1.20; this version of raymoe calls 0.1.19"),
+        ("0.1.19", "2.10.0+cu128", (9, 0), BF16, "torch is 2.10.0.cu128"),
+        ("0.1.19", "2.13.0", (12, 0), BF16, "compute capabilities than \\(12, 0\\)"),
+        ("0.1.19", "2.13.0", (7, 5), BF16, "no bfloat16"),
+    ],
+)
+def test_where_products_do_not_run_is_named(
+    installed: str | None,
+    torch_version: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(products, "version", version)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    found = products.why_not_here(capability, dtype)
+    assert found is says or re.search(str(says), str(found)), found
+
+
+def test_the_version_that_is_called_is_the_one_that_is_installed() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert any(f"{products.PACKAGE}[cu13]=={products.VERSION};" in each for each in extras["cuda"])
 
 
 def test_a_variable_of_the_compiler_is_set_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
