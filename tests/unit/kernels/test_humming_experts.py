@@ -154,6 +154,20 @@ def test_groups_add_up_to_all_experts_whatever_rows_are_computed_at_once() -> No
     assert torch.equal(sum_TH.to(case.dtype), experts(*case.inputs))
 
 
+def test_only_choices_of_the_group_are_sorted() -> None:
+    """Experts of other groups have no rows, since their weights may not be there."""
+    routes = [[2, 0], [1, 3], [3, 2], [0, 3]]
+    case = ExpertCase(
+        stored=Mxfp4(), dtype=BF16, num_tokens=4, num_experts=5, routes=routes, **SIZES
+    )
+    sort, choices = experts_of(case)._sort(case.ids_TK, range(2, 4))
+    sort.run()
+    assert choices.offsets_E1.tolist() == [0, 0, 0, 2, 5, 5]
+    assert choices.tokens_R[:5].tolist() == [0, 2, 1, 2, 3]
+    assert choices.places_TK[case.ids_TK == 2].tolist() == [0, 1]
+    assert choices.places_TK[case.ids_TK == 3].tolist() == [2, 3, 4]
+
+
 def test_experts_that_the_kernels_do_not_take_are_named() -> None:
     from raymoe.kernels.humming.experts import packed_experts  # noqa: PLC0415 - needs Triton
 
