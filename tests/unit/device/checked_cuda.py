@@ -188,12 +188,9 @@ class CheckedCuda(DeferredCuda):
     # Memory.
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return self._placed(super().allocate(num_bytes), "device memory", self._default)
+        return self.placed(super().allocate(num_bytes), "device memory", self._default)
 
-    def allocate_pinned(self, num_bytes: int) -> Tensor:
-        return self._placed(super().allocate_pinned(num_bytes), "pinned buffer", None)
-
-    def _placed(self, tensor: Tensor, name: str, home: Agent | None) -> Tensor:
+    def placed(self, tensor: Tensor, name: str, home: Agent | None) -> Tensor:
         if tensor.numel():
             self.trace.place(tensor, name, home)
         return tensor
@@ -237,7 +234,7 @@ class CheckedCuda(DeferredCuda):
             is_there = is_made_there or any(map(self.is_on_device, (*reads, *writes)))
             name, label = func._schema.name.removeprefix("aten::"), self.me().label
             for tensor in made:
-                self._placed(tensor, f"a result in {label}", self.stream if is_there else None)
+                self.placed(tensor, f"a result in {label}", self.stream if is_there else None)
             if func._schema.name in ALLOCATIONS or not (made or writes):
                 return  # nothing was computed
             (self.in_stream if is_there else self.on_host)(name, reads, [*writes, *made])
@@ -265,6 +262,9 @@ class CheckedDevice(CudaDevice[FakeStream, FakeEvent]):
         if num_bytes:
             self._driver.trace.region_of(memory).name = f"device memory for {purpose}"
         return memory
+
+    def allocate_pinned(self, num_bytes: int) -> Tensor:
+        return self._driver.placed(super().allocate_pinned(num_bytes), "pinned buffer", None)
 
 
 class _Runtime:
@@ -294,7 +294,7 @@ class _HostReads(TorchFunctionMode):
         self._cuda.read_by_host(func, args[0])
         result = func(*args, **(kwargs or {}))
         if is_copied:
-            result = self._cuda._placed(result.clone(), "a copy on the host", None)
+            result = self._cuda.placed(result.clone(), "a copy on the host", None)
         return result
 
 
