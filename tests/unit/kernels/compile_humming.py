@@ -18,12 +18,10 @@ import torch
 
 from raymoe.kernels.humming import products
 from raymoe.kernels.humming.packing import PackedLayout
-from tests.unit.kernels.sass import loops
+from tests.unit.kernels.machine_code import LANES, MULTIPLY_ADDS, loops
 
 NUM_EXPERTS = 8
 _CU13 = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include/nvrtc.h"
-# Rate of the tensor cores of an SM in multiply-adds per clock: NVIDIA's white papers.
-RATES = {75: 512, 80: 1024, 86: 512, 89: 512, 90: 2048}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -114,13 +112,14 @@ def _counted(kernel: Any, tile: dict[str, Any], capability: int) -> dict[str, ob
         for each in loops(Path(kernel.kernel_filename))
     ]
     loop, steps = next(each for each in found if each[1] in {stages * inputs, inputs, 2 * inputs})
+    issue, tensor, shared = loop.busy_clocks(warps, MULTIPLY_ADDS[capability])
     return {
         "rows": rows,
         "shared_bytes": kernel.estimated_smem_size,
-        "alu_per_weight": round(loop.alu * 32 / (warp_outputs * steps), 2),
-        "issue_clocks": loop.issued * warps / 4,
-        "tensor_clocks": rows * outputs * steps / RATES[capability],
-        "shared_clocks": loop.shared_clocks * warps,
+        "alu_per_weight": round(loop.alu * LANES / (warp_outputs * steps), 2),
+        "issue_clocks": issue,
+        "tensor_clocks": tensor,
+        "shared_clocks": shared,
         "local": loop.local,
     }
 

@@ -1,4 +1,4 @@
-"""Counts the machine code of a kernel's main loop, with the disassembler of Triton's wheel.
+"""Counts the machine code of a kernel's loops, with the disassembler of Triton's wheel.
 
 What it counts are bounds: how often each part of a multiprocessor is busy in one iteration. No card
 is needed, and none will be faster.
@@ -6,9 +6,7 @@ is needed, and none will be faster.
 
 import re
 import subprocess
-import tempfile
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,22 +15,24 @@ import triton
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 ISSUE_PORTS = 4  # of a multiprocessor: one instruction of a warp each, per clock
 LANES = 32
-SHARED_BYTES_PER_CLOCK = 128
-# Multiply-adds of 16-bit numbers per clock and multiprocessor: on tensor cores with float32 sums
-# (white papers of Ampere, Ada and Hopper), on Turing those of float32 lanes.
-MULTIPLY_ADDS = {75: 64, 80: 1024, 86: 512, 89: 512, 90: 2048}
+TURING = 75
+# Multiply-adds of a tensor core product with 16-bit operands and float32 sums, per clock and
+# multiprocessor: white papers of Turing, Ampere, Ada and Hopper.
+MULTIPLY_ADDS = {TURING: 512, 80: 1024, 86: 512, 89: 512, 90: 2048}
+FLOAT32_LANES = 64  # of a multiprocessor of Turing
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+|\.L_\d+):")
 _TARGET = re.compile(r"\.L_x_\d+|\.L_\d+")
-_WGMMA_SHAPE = re.compile(r"64x(\d+)x16")
-_TENSOR_PRODUCTS, _LANE_PRODUCTS = ("HMMA", "HGMMA"), ("FFMA",)
-_WGMMA_WARPS = 4
-# Neither arithmetic nor selection: memory, barriers, branches and waits.
+_SIZES = re.compile(r"(\d+)x(\d+)x(\d+)")
+_SHARED_BYTES_PER_CLOCK = 128
+_GROUP_WARPS = 4  # that make one product of Hopper together
+# Multiply-adds of a warp by instruction: rows x outputs x inputs.
+_PRODUCTS = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
+# Instructions that are no arithmetic: memory, barriers, branches and waits.
 _OTHERS = (
-    *("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDL", "STL", "LDC", "ULDC", "LDCU"),
-    *("LDGDEPBAR", "DEPBAR", "BAR", "WARPSYNC", "WARPGROUP", "BRA", "BSSY", "BSYNC", "EXIT", "NOP"),
-    *("WARPGROUP", "SYNCS", "UTMALDG", "UBLKCP", "FENCE", "MEMBAR", "CCTL", "ATOM", "RED", "YIELD"),
+    *("LD", "ST", "UBLKCP", "UTMA", "ATOM", "RED", "ULDC", "CCTL", "MEMBAR", "FENCE"),
+    *("BAR", "BRA", "BSSY", "BSYNC", "DEPBAR", "EXIT", "NOP", "SYNCS", "WARP", "YIELD"),
 )
 
 
@@ -40,69 +40,59 @@ class Instruction(NamedTuple):
     name: str  # with its modifiers, as HMMA.16816.F32.BF16
     operands: str
 
-    @property
-    def kind(self) -> str:
-        return self.name.split(".")[0]
 
-
-class LoopCount(NamedTuple):
-    """One iteration of the main loop of one program.
+class Loop(NamedTuple):
+    """One iteration of a loop of one warp.
 
     Attributes:
-        issue: Clocks of the four ports that issue instructions.
-        tensor: Clocks of the tensor cores, or of the float32 lanes of Turing.
-        shared: Clocks of shared memory.
-        barriers: Barriers and waits for products.
-        alu: Instructions of arithmetic and selection of all warps.
-        multiply_adds: Of the products.
-        local: Accesses of spilled registers.
+        issued: Instructions.
+        multiply_adds: Of its products.
+        alu: Instructions that are neither products, memory nor control.
+        shared_clocks: Of the shared memory of the multiprocessor; no conflicts of banks.
+        barriers: Waits for other warps.
+        local: Accesses of local memory, where registers are spilled.
     """
 
-    issue: float
-    tensor: float
-    shared: float
-    barriers: int
+    issued: int
+    multiply_adds: float
     alu: int
-    multiply_adds: int
+    shared_clocks: float
+    barriers: int
     local: int
 
-    @property
-    def tensor_share(self) -> float:
-        """The most of the tensor cores' rate that the other parts leave."""
-        return self.tensor / max(self.issue, self.tensor, self.shared)
+    def busy_clocks(self, num_warps: int, rate: int) -> tuple[float, float, float]:
+        """Clocks of issue ports, tensor cores and shared memory for all warps of a program."""
+        return (
+            self.issued * num_warps / ISSUE_PORTS,
+            self.multiply_adds * num_warps / rate,
+            self.shared_clocks * num_warps,
+        )
 
-    def alu_per_weight(self, tile_rows: int) -> float:
-        """Instructions of one lane for a weight: a weight has a multiply-add with each row."""
-        return self.alu * LANES * tile_rows / self.multiply_adds
+
+def main_loop(cubin: Path, *, has_tensor_cores: bool = True) -> Loop:
+    """The innermost loop with the most products."""
+    products = ("HMMA", "HGMMA") if has_tensor_cores else ("FFMA",)
+    return max(loops(cubin, products), key=lambda loop: (loop.multiply_adds, -loop.issued))
 
 
-def count_loop(cubin: bytes, capability: int, num_warps: int) -> LoopCount:
+def loops(cubin: Path, products: tuple[str, ...] = ("HMMA", "HGMMA")) -> Iterator[Loop]:
+    """All loops with products, inner ones first."""
     code, labels = _disassembled(cubin)
-    products = _TENSOR_PRODUCTS if MULTIPLY_ADDS[capability] > 64 else _LANE_PRODUCTS
-    loop = _main_loop(code, labels, products)
-    kinds = Counter(each.kind for each in loop)
-    multiply_adds = sum(_multiply_adds(each) for each in loop if each.kind in products) * num_warps
-    alu = sum(kinds.values()) - sum(kinds[kind] for kind in {*_OTHERS, *products})
-    shared = sum(map(_shared_clocks, loop)) * num_warps
-    shared += sum(map(_operand_clocks, loop)) * num_warps / _WGMMA_WARPS
-    return LoopCount(
-        issue=len(loop) * num_warps / ISSUE_PORTS,
-        tensor=multiply_adds / MULTIPLY_ADDS[capability],
-        shared=shared,
-        barriers=kinds["BAR"] + kinds["WARPSYNC"],
-        alu=alu * num_warps,
-        multiply_adds=int(multiply_adds),
-        local=kinds["LDL"] + kinds["STL"],
-    )
+    found = set()
+    for end, each in enumerate(code):
+        target = _TARGET.search(each.operands) if each.name.startswith("BRA") else None
+        if target and labels.get(target[0], end + 1) <= end:
+            found.add((labels[target[0]], end))
+    for begin, end in sorted(found, key=lambda each: each[1] - each[0]):
+        body = code[begin : end + 1]
+        if any(each.name.startswith(products) for each in body):
+            yield _counted(body, products)
 
 
-def _disassembled(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
+def _disassembled(cubin: Path) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions in order, and the place that each label stands for."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        text = subprocess.run(
-            [DISASSEMBLER, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    command = [str(DISASSEMBLER), "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -113,46 +103,40 @@ def _disassembled(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
-def _main_loop(
-    code: Sequence[Instruction], labels: dict[str, int], products: Sequence[str]
-) -> Sequence[Instruction]:
-    """The innermost loop with the most products."""
-    loops = []
-    for end, each in enumerate(code):
-        target = _TARGET.search(each.operands) if each.kind == "BRA" else None
-        if target and labels.get(target[0], end + 1) <= end:
-            loops.append(code[labels[target[0]] : end + 1])
-    assert loops, "the kernel has no loop"
-    return max(loops, key=lambda loop: (sum(i.kind in products for i in loop), -len(loop)))
+def _counted(body: list[Instruction], products: tuple[str, ...]) -> Loop:
+    names = [each.name for each in body]
+    return Loop(
+        issued=len(body),
+        multiply_adds=sum(_multiply_adds(*each) for each in body if each.name.startswith(products)),
+        alu=sum(not name.startswith((*_OTHERS, *products)) for name in names),
+        shared_clocks=sum(_shared_clocks(*each) for each in body),
+        barriers=sum(name.startswith(("BAR", "WARPSYNC")) for name in names),
+        local=sum(name.startswith(("LDL", "STL")) for name in names),
+    )
 
 
-def _multiply_adds(each: Instruction) -> float:
-    """Of one warp."""
-    if each.kind == "HGMMA":
-        return 64 * _columns(each) * 16 / _WGMMA_WARPS
-    if each.kind == "HMMA":
-        return {"16816": 2048, "1688": 1024}[each.name.split(".")[1]]
-    return LANES if each.kind == "FFMA" else 0
+def _multiply_adds(name: str, operands: str) -> float:
+    if name.startswith("HGMMA"):
+        outputs, rows, inputs = _sizes(name + operands)
+        return outputs * rows * inputs / _GROUP_WARPS
+    return LANES if name.startswith("FFMA") else _PRODUCTS[name.split(".")[1]]
 
 
-def _columns(each: Instruction) -> int:
-    found = _WGMMA_SHAPE.search(each.name + each.operands)
-    assert found, each
-    return int(found[1])
+def _sizes(instruction: str) -> tuple[int, int, int]:
+    """Outputs, rows and inputs of a product of four warps together."""
+    found = _SIZES.search(instruction)
+    assert found, instruction
+    outputs, rows, inputs = map(int, found.groups())
+    return outputs, rows, inputs
 
 
-def _shared_clocks(each: Instruction) -> int:
-    """Of one warp, without conflicts of banks."""
-    parts = each.name.split(".")
-    if each.kind == "LDSM":
+def _shared_clocks(name: str, operands: str) -> float:
+    if name.startswith("HGMMA"):  # reads the rows, for four warps
+        _, rows, inputs = _sizes(name + operands)
+        return rows * inputs * 2 / _SHARED_BYTES_PER_CLOCK / _GROUP_WARPS
+    parts = name.split(".")
+    if parts[0] == "LDSM":
         return int(parts[-1]) if parts[-1].isdigit() else 1
-    if each.kind not in ("LDS", "STS", "LDGSTS"):
+    if parts[0] not in ("LDS", "STS", "LDGSTS"):
         return 0
     return 4 if "128" in parts else 2 if "64" in parts else 1
-
-
-def _operand_clocks(each: Instruction) -> float:
-    """Reads of a group of four warps that a product makes itself: its right operand in 16 bits."""
-    if each.kind != "HGMMA":
-        return 0
-    return _columns(each) * 16 * 2 / SHARED_BYTES_PER_CLOCK
