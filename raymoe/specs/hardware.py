@@ -318,15 +318,16 @@ class ExpertShares(NamedTuple):
 def expert_shares(capability: tuple[int, int]) -> ExpertShares:
     """The shares of our kernels' default tiles on a GPU of a compute capability.
 
-    From 9.0 on measured on an H200. Below, the mean of two bounds counted from machine code, of one
-    group of warps alone and of several at best: not measured.
+    From 8.0 on the mean of two bounds counted from machine code, of one group of warps alone and of
+    several at best, over that of 16 bits. From 9.0 on what an H200 measured with earlier kernels,
+    0.52 and 0.25, times most of what these counts gained since. `bench/RESULTS.md`, "On a GPU".
     """
     if capability >= HOPPER:
-        return ExpertShares(0.52, 0.25)
+        return ExpertShares(0.75, 0.35)
     if capability >= (8, 6):
-        return ExpertShares(0.75, 0.8)
+        return ExpertShares(0.9, 0.9)
     if capability >= AMPERE:
-        return ExpertShares(0.52, 0.7)
+        return ExpertShares(0.85, 0.85)
     return ExpertShares(0.7, 0.7)  # decoded for torch's products where rows are many
 
 
