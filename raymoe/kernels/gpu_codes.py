@@ -7,7 +7,7 @@ There are two ways with the same numbers. The general one is Triton's arithmetic
 interpreter runs as well. Units of 16 bits, on tensor cores with bfloat16, are decoded in pairs: PTX
 takes the same bits of two neighbouring units of a register with one shift and one masked operation,
 and works on both halves where 16 bits are exact. That is 2 to 5 instructions a weight instead of 6
-to 14.
+to 14, and their operands are read as matrices.
 """
 
 from dataclasses import dataclass
@@ -242,9 +242,9 @@ def _load_scales(
 ) -> tl.tensor:
     """Load scales as they are stored.
 
-    Scales of one byte are read two at a time, each pair once for either of them. The layout of a
-    product's operands follows from the narrowest number that they are computed from: with bytes,
-    inputs could not be read as matrices. A join of both halves would have the same effect.
+    Scales of one byte are read two at a time, each pair once for either of them. Triton takes the
+    layout of a product's operands from the narrowest number that they are computed from: with
+    bytes, or a join of two halves, it could not read the inputs as matrices.
     """
     blocks_O1 = (outputs_O // M.block_rows)[:, None]
     if M.has_scale_pairs:
@@ -268,7 +268,7 @@ def _micro_scales(row_ptr: tl.tensor, stored_OG: tl.tensor, M: tl.constexpr) -> 
     Scales are finite (`codecs.check_values`). Powers of two change no rounding.
     """
     numbers_OG = _e4m3_bits(stored_OG.to(tl.int32), 0).to(tl.float32)
-    # A load of one number would be spread by an operation that Triton moves no layout across.
+    # A tensor of one number: Triton moves no layout across the spreading of a scalar.
     scale_ptr = pointer(row_ptr, M.field + TENSOR_SCALE, tl.float32, 4)
     scale_11 = tl.load(scale_ptr + tl.full([1, 1], 0, tl.int32))
     if M.tensor_scale == "divides":
