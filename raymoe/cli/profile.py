@@ -40,19 +40,21 @@ def run_tiles(model: str | None, *, is_again: bool) -> None:
     console, found = Console(stderr=True), []
     with api.thread_context():
         free_bytes, _ = torch.cuda.mem_get_info(api.device)
-        layer = ExpertLayer.of(spec, dtype, api.device, WEIGHT_SHARE * free_bytes)
-        layer.check_kernels()
-        console.print(
-            f"{layer.moe.num_experts} experts of {spec.name} on {gpu.name}: every tile is "
-            "compiled and timed, which takes minutes; what is done is kept",
-            style="dim",
-        )
-        tiles = load_tiles(settings.cache_directory, gpu)
-        time_call = time_on(api, torch.cuda.current_stream(api.device))
-        for step in measure_layer(layer, tiles, time_call, is_again=is_again):
-            found.append(step)
-            store_tiles(settings.cache_directory, gpu, step.tiles)
-            console.print(f"{step.tokens_per_expert} tokens per expert", style="dim")
+        for layer in ExpertLayer.each(spec, dtype, api.device, WEIGHT_SHARE * free_bytes):
+            layer.check_kernels()
+            console.print(
+                f"{layer.moe.num_experts} experts of {spec.name} in {layer.format_name} on "
+                f"{gpu.name}: every tile is compiled and timed, which takes minutes; what is done "
+                "is kept",
+                style="dim",
+            )
+            tiles = load_tiles(settings.cache_directory, gpu)
+            time_call = time_on(api, torch.cuda.current_stream(api.device))
+            for step in measure_layer(layer, tiles, time_call, is_again=is_again):
+                found.append(step)
+                store_tiles(settings.cache_directory, gpu, step.tiles)
+                console.print(f"{step.tokens_per_expert} tokens per expert", style="dim")
+            del layer  # before the next one takes its memory
     if found:
         Console().print(tiles_table(f"{spec.name} on {gpu.name}", found))
     else:
@@ -65,6 +67,7 @@ def tiles_table(title: str, steps: Iterable[BucketTiles]) -> Table:
     """The choices, and what they gain over the usual tiles."""
     table = Table(title=title)
     columns = (
+        "format",
         "tokens per expert",
         "outputs",
         "rows",
@@ -79,6 +82,7 @@ def tiles_table(title: str, steps: Iterable[BucketTiles]) -> Table:
     for step in steps:
         shape = step.shape
         table.add_row(
+            step.format_name,
             *(
                 f"{size}"
                 for size in (

@@ -34,6 +34,8 @@ from raymoe.model.loading import PagedLoader, clamp_of
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.layers import projections_of
 from raymoe.specs.model import ModelSpec, MoeSpec
+from raymoe.specs.weight_format import WeightFormat
+from raymoe.specs.weight_names import model_weights
 from raymoe.units import ceil_div
 
 MakeExperts = Callable[[TileTable], Experts]
@@ -83,6 +85,7 @@ WEIGHT_SHARE = 0.5  # share of free device memory; the rest is for rows and thei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTiles:
+    format_name: str
     tokens_per_expert: int
     shape: TileShape
     usual_s: float  # seconds of a layer with the default tile
@@ -100,16 +103,38 @@ class ExpertLayer:
     matrices: ExpertMatrices  # random, in the model's storage format
 
     @classmethod
-    def of(
+    def each(
         cls, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_bytes: float
-    ) -> "ExpertLayer":
-        """The first layer with experts, as many as fit in `max_bytes`; may raise ConfigError."""
-        i, moe = _first_experts(spec)
+    ) -> Iterator["ExpertLayer"]:
+        """The first layer with experts of every format, as many as fit in `max_bytes`, in turn.
+
+        Raises:
+            ConfigError: The model has no experts, or too few of them fit.
+        """
+        first: dict[tuple[WeightFormat | None, ...], int] = {}
+        for i, layer in enumerate(spec.layers):
+            if isinstance(layer.ffn, MoeSpec):
+                first.setdefault(_formats(spec, i, layer.ffn), i)
+        if not first:
+            raise ConfigError(f"{spec.name} has no experts; there are no tiles to measure")
         weights = DummyWeights(spec, dtype)
-        prefix = f"{layer_prefix(i)}mlp.experts."
-        parts = dict.fromkeys(projections_of(moe.activation))
-        names = [f"{prefix}0.{part}_proj.weight" for part in parts]
-        fitting = int(max_bytes // sum(_num_bytes(weights(name)) for name in names))
+        for i in first.values():
+            yield cls._of(spec, i, weights, device=device, max_bytes=max_bytes)
+
+    @classmethod
+    def _of(
+        cls,
+        spec: ModelSpec,
+        i: int,
+        weights: DummyWeights,
+        *,
+        device: torch.device,
+        max_bytes: float,
+    ) -> "ExpertLayer":
+        moe = spec.layers[i].ffn
+        assert isinstance(moe, MoeSpec)
+        size = sum(_num_bytes(weights(name)) for name in _expert_names(i, moe))
+        fitting = int(max_bytes // size)
         if fitting < moe.top_k:
             raise ConfigError(
                 f"the GPU has room for {fitting} experts of {spec.name}, and a token uses "
@@ -117,10 +142,20 @@ class ExpertLayer:
             )
         moe = replace(moe, num_experts=min(moe.num_experts, fitting))
         view = cache(lambda name: on_device(weights(name), device))
-        loader = PagedLoader(view, weights, dtype, device)
-        matrices = loader.expert_matrices(prefix, moe)
-        size = moe.input_size(spec.hidden_size)
-        return cls(moe=moe, input_size=size, dtype=dtype, matrices=matrices)
+        loader = PagedLoader(view, weights, weights.dtype, device)
+        return cls(
+            moe=moe,
+            input_size=moe.input_size(spec.hidden_size),
+            dtype=weights.dtype,
+            matrices=loader.expert_matrices(_experts_prefix(i), moe),
+        )
+
+    @property
+    def format_name(self) -> str:
+        first = self.matrices.gate_EFH[0]
+        if isinstance(first, StoredMatrix):
+            return first.format.name
+        return str(self.dtype).removeprefix("torch.")
 
     def check_kernels(self) -> None:
         """Raise ConfigError if the kernels do not support activation, storage format or GPU."""
@@ -167,6 +202,7 @@ def measure_layer(
         )
         if seconds:
             yield BucketTiles(
+                format_name=layer.format_name,
                 tokens_per_expert=bucket,
                 shape=tiles.shape(layouts[0], bucket),
                 usual_s=seconds[0],  # the default tile is the first candidate
@@ -193,11 +229,19 @@ def _noting(time_call: TimeCall, seconds: list[float]) -> TimeCall:
     return timed
 
 
-def _first_experts(spec: ModelSpec) -> tuple[int, MoeSpec]:
-    for i, layer in enumerate(spec.layers):
-        if isinstance(layer.ffn, MoeSpec):
-            return i, layer.ffn
-    raise ConfigError(f"{spec.name} has no experts; there are no tiles to measure")
+def _experts_prefix(i: int) -> str:
+    return f"{layer_prefix(i)}mlp.experts."
+
+
+def _expert_names(i: int, moe: MoeSpec) -> list[str]:
+    """The matrices of the first expert of a layer."""
+    parts = dict.fromkeys(projections_of(moe.activation))
+    return [f"{_experts_prefix(i)}0.{part}_proj.weight" for part in parts]
+
+
+def _formats(spec: ModelSpec, i: int, moe: MoeSpec) -> tuple[WeightFormat | None, ...]:
+    shapes = model_weights(spec)
+    return tuple(spec.format_of(name, shapes[name]) for name in _expert_names(i, moe))
 
 
 def _hidden(layer: ExpertLayer, num_tokens: int) -> Tensor:

@@ -32,7 +32,8 @@ DEEPSEEK = {
 
 
 def layer_of(config: dict[str, object], max_bytes: float = 1e9) -> ExpertLayer:
-    return ExpertLayer.of(ModelSpec.from_config(config), torch.bfloat16, HOST, max_bytes)
+    (layer,) = ExpertLayer.each(ModelSpec.from_config(config), torch.bfloat16, HOST, max_bytes)
+    return layer
 
 
 def test_experts_are_stored_as_those_of_the_model() -> None:
@@ -45,6 +46,18 @@ def test_experts_are_stored_as_those_of_the_model() -> None:
     assert layer_of(DEEPSEEK).moe.expert_hidden == 32, "the first layer is dense"
 
 
+def test_every_format_of_a_model_has_a_layer() -> None:
+    quantisation = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.1"],
+    }
+    config = {**DEEPSEEK, "num_hidden_layers": 4, "quantization_config": quantisation}
+    spec = ModelSpec.from_config(config)
+    layers = list(ExpertLayer.each(spec, torch.bfloat16, HOST, 1e9))
+    assert [layer.format_name for layer in layers] == ["bfloat16", "fp8_block"]
+
+
 def test_no_more_experts_than_fit_and_at_least_those_of_a_token() -> None:
     expert_bytes = 3 * 64 * 32 * 2
     assert layer_of(DEEPSEEK, 7.5 * expert_bytes).matrices.num_experts == 7
@@ -52,7 +65,7 @@ def test_no_more_experts_than_fit_and_at_least_those_of_a_token() -> None:
         layer_of(DEEPSEEK, 5.5 * expert_bytes)
     dense = ModelSpec.from_config({**DEEPSEEK, "first_k_dense_replace": 2})
     with pytest.raises(ConfigError, match="has no experts"):
-        ExpertLayer.of(dense, torch.bfloat16, HOST, 1e9)
+        next(ExpertLayer.each(dense, torch.bfloat16, HOST, 1e9))
 
 
 def test_where_the_kernels_are_not_used_it_says_what_they_need() -> None:
@@ -90,7 +103,7 @@ def test_every_bucket_is_measured_once() -> None:
 
 def test_on_turing_in_float16_only_few_tokens_have_tiles() -> None:
     spec = ModelSpec.from_config(DEEPSEEK)
-    layer = ExpertLayer.of(spec, torch.float16, HOST, 1e9)
+    (layer,) = ExpertLayer.each(spec, torch.float16, HOST, 1e9)
     assert layer.buckets((7, 5)) == (1, 16)
     assert layer.buckets((8, 0)) == BUCKETS
 
