@@ -22,10 +22,10 @@ from tests.test_documents import options_of
 ROOT = Path(__file__).parent.parent
 # Of other commands, in advice about them.
 OPTIONS_OF_OTHERS = {
-    "--object-store-memory": "ray", "--gpus": "docker", "--ulimit": "docker",
+    "--object-store-memory": "ray", "--cap-add": "docker", "--gpus": "docker", "--ulimit": "docker",
     "--shm-size": "docker",
     "--debug": "every command", "--help": "every command", "--version": "raymoe",
-    "--install-completion": "raymoe", "--show-completion": "raymoe",
+    "--install-completion": "raymoe", "--preferred": "numactl", "--show-completion": "raymoe",
 }  # fmt: skip
 NAMES_OF_OTHERS = {
     "batch_format": "map_batches of Ray",

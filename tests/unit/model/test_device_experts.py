@@ -83,8 +83,8 @@ def test_bfloat16_is_multiplied_in_float32_before_ampere() -> None:
 def test_words_of_codes_are_read_where_all_experts_allow_it() -> None:
     case = ExpertCase(stored=Mxfp4(), hidden=64, wide=32)
     layout = layout_of(case.matrices.gate_EFH)
-    assert (layout.unit, layout.unit_inputs, layout.code_strides) == (torch.int32, 8, (8, 1))
-    assert layout.num_units == 8
+    assert (layout.unit, layout.unit_inputs, layout.code_strides) == (torch.int16, 4, (16, 1))
+    assert layout.num_units == 16
 
 
 def test_addresses_are_those_of_the_pieces_and_nothing_is_zero() -> None:
