@@ -19,6 +19,9 @@ from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
 
 WARPGROUPS_SINCE = (9, 0)
+# Ampere and Ada of workstations (8.6, 8.9) and Blackwell's (12.0): 100 KiB of shared memory for all
+# programs of a multiprocessor. Others with tensor cores have 164 or more.
+_LARGE_SHARED_MEMORY = ((8, 0), (8, 7))
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.
 SPLIT_POSITIONS = 1024
@@ -36,6 +39,7 @@ class AttentionCompute:
         dtype: Type of queries and results.
         dot: Type of the products: that of the tensor cores, or float32 on GPUs without them.
         has_warpgroups: Whether four warps multiply together, as on Hopper.
+        has_small_shared_memory: Whether a multiprocessor has 100 KiB for its programs.
         has_wide_values: Whether heads of some layer have values of more than 256 dimensions, of
             which a tile holds fewer rows.
     """
@@ -43,6 +47,7 @@ class AttentionCompute:
     dtype: torch.dtype
     dot: torch.dtype
     has_warpgroups: bool = False
+    has_small_shared_memory: bool = False
     has_wide_values: bool = False
 
     @classmethod
@@ -53,6 +58,9 @@ class AttentionCompute:
             dtype=dtype,
             dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
             has_warpgroups=capability >= WARPGROUPS_SINCE,
+            has_small_shared_memory=(
+                capability[0] in (8, 12) and capability not in _LARGE_SHARED_MEMORY
+            ),
             has_wide_values=value_dim > MAX_NARROW_DIM,
         )
 
@@ -120,11 +128,18 @@ def attention_tile(
     return AttentionTile(
         heads=heads,
         rows=rows,
-        positions=64 if value_dim <= 128 else 16 * pair if is_wide else 32,
+        positions=16 * pair if is_wide else _positions(compute, dims),
         step=max(min(key_dim & -key_dim, 128), 16 * pair),
         warps=8 if value_dim > 128 and rows > _MIN_ROWS and not has_four_warps else 4,
         stages=2,
     )
+
+
+def _positions(compute: AttentionCompute, dims: tuple[int, int]) -> int:
+    """Of a tile on tensor cores; with 32, two programs share a small shared memory."""
+    key_dim, value_dim = dims
+    is_half = compute.has_small_shared_memory and 64 < key_dim <= 128
+    return 32 if is_half or value_dim > 128 else 64
 
 
 def attention_compute(

@@ -1,5 +1,7 @@
 """Our attention kernels against the plain reference: in Triton's interpreter, or on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ pytest.importorskip("triton")
 # Of probabilities and results, which are rounded to the type of the query; sums are float32.
 UNITS = {FP32: 2e-5, FP16: 2**-9, BF16: 2**-6}
 device = pytest.mark.parametrize("device", DEVICES)
+SMALL = {"has_small_shared_memory": True}  # fewer positions in a tile
 # Contexts of several parts, whose ends are those of parts and blocks, and not.
 LONG = [(1, 1), (64, 1), (65, 1), (150, 1)]
 
@@ -71,7 +74,9 @@ def check(case: Case, window: int | None = None, *, device: str, **options: obje
 def test_equals_the_reference_for_tokens_alone_and_together(
     dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
-    check(Case([(33, 1), (40, 9), (1, 1), (5, 5)], (2, 1, 24, 72), dtypes), device=device)
+    case = Case([(33, 1), (40, 9), (1, 1), (5, 5)], (2, 1, 24, 72), dtypes)
+    check(case, device=device)
+    check(case, device=device, compute=replace(compute_of(dtypes[0], device), **SMALL))
 
 
 @device
