@@ -20,7 +20,7 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.units import GIB
 
 # Part of the name of a file: raise it when what is measured, or how, changes.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
