@@ -164,7 +164,7 @@ REMOVED = {
     "numbers of the GPU": Removed(STREAMED, is_for_numbers, ("experts", "experts")),
     "queues": Removed(STREAMED, is_hand_over, ("experts", "w")),
     "futures": wait("future", "engine", STREAMED, ("issue", "synchronize")),
-    "start of a thread": wait("start of a thread", "engine", STREAMED, ("head", "up")),
+    "start of a thread": wait("start of a thread", "engine", STREAMED, ("w", "pre")),
     "cexperts, sums": wait("cexperts", "sums", WITH_CORES),
     "experts, sums": wait("experts", "sums", WITH_CORES),
     "post, rows": wait("post", "rows", WITH_CORES),
