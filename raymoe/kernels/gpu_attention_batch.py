@@ -16,12 +16,9 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
-from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, shared_memory_kib
+from raymoe.specs.hardware import HOPPER
 
-WARPGROUPS_SINCE = (9, 0)
-# Ampere and Ada of workstations (8.6, 8.9) and Blackwell's (12.0): 100 KiB of shared memory for all
-# programs of a multiprocessor. Others with tensor cores have 164 or more.
-_LARGE_SHARED_MEMORY = ((8, 0), (8, 7))
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.
 SPLIT_POSITIONS = 1024
@@ -39,7 +36,7 @@ class AttentionCompute:
         dtype: Type of queries and results.
         dot: Type of the products: that of the tensor cores, or float32 on GPUs without them.
         has_warpgroups: Whether four warps multiply together, as on Hopper.
-        has_small_shared_memory: Whether a multiprocessor has 100 KiB for its programs.
+        has_small_shared_memory: Whether a multiprocessor has at most 100 KiB for its programs.
         has_wide_values: Whether heads of some layer have values of more than 256 dimensions, of
             which a tile holds fewer rows.
     """
@@ -57,10 +54,8 @@ class AttentionCompute:
         return cls(
             dtype=dtype,
             dot=dtype if capability >= TENSOR_CORES_SINCE else torch.float32,
-            has_warpgroups=capability >= WARPGROUPS_SINCE,
-            has_small_shared_memory=(
-                capability[0] in (8, 12) and capability not in _LARGE_SHARED_MEMORY
-            ),
+            has_warpgroups=capability >= HOPPER,
+            has_small_shared_memory=shared_memory_kib(capability) <= 100,
             has_wide_values=value_dim > MAX_NARROW_DIM,
         )
 

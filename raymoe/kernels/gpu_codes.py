@@ -27,8 +27,23 @@ MAGIC = tl.constexpr(8388608.0)
 GPTQ_ONES = tl.constexpr(0x11111111)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
 SMALLEST_E8M0 = tl.constexpr(_SMALLEST_E8M0)
-_MISSING_POWERS = {"e4m3": 2.0**8, "e2m1": 2.0**14}
-E4M3_MISSING = tl.constexpr(_MISSING_POWERS["e4m3"])
+
+
+class FloatCode(NamedTuple):
+    """A floating-point number: one bit of sign, then exponent and mantissa."""
+
+    bits: int
+    mantissa_bits: int
+    bias: int
+
+    def missing(self, wide: "FloatCode") -> float:
+        """The power of two that a number with these bits lacks when it is read as a wider one."""
+        return 2.0 ** (wide.bias - self.bias)
+
+
+FLOAT_CODES = {"e2m1": FloatCode(4, 1, 1), "e4m3": FloatCode(8, 3, 7)}
+FLOAT16, BFLOAT16 = FloatCode(16, 10, 15), FloatCode(16, 7, 127)
+E4M3_MISSING = tl.constexpr(FLOAT_CODES["e4m3"].missing(FLOAT16))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +62,7 @@ class KernelMatrix:
         step_groups: Groups of a step, if they are "even".
         has_scale_pairs: Whether scales of one byte are read two at a time.
         programs: PTX for each plane, which decodes in pairs; empty for Triton's arithmetic.
+        operands: Constraints of its registers: the result, two units, factors and offsets.
         is_short: Whether scales are exact in bfloat16, so that products are rounded in 16 bits.
         missing: Power of two that the bits of a code lack where a scale is applied.
         has_e4m3_scales: Whether scales are E4M3; those of type uint8 are E8M0 otherwise.
@@ -83,6 +99,7 @@ class KernelMatrix:
     has_scale_pairs: tl.constexpr
     has_programs: tl.constexpr
     programs: tl.constexpr
+    operands: tl.constexpr
     is_short: tl.constexpr
     missing: tl.constexpr
     zeros: tl.constexpr
@@ -103,9 +120,10 @@ def kernel_matrix(
     outputs, inputs = layout.shape
     group_size = layout.group_size or inputs
     scale = layout.scales or torch.float32
-    groups = _groups(layout, group_size, step)
+    groups, code = _groups(layout, group_size, step), FLOAT_CODES.get(layout.kind)
     programs = pair_programs(layout) if dtype == dot == torch.bfloat16 else ()
     is_short = bool(programs) and _has_short_scales(layout)
+    registers = (2 if layout.kind == "int4" else 1) * (1 if is_short else 2)
     values = {
         "field": matrix * len(FIELDS),
         "kind": layout.kind,
@@ -138,8 +156,9 @@ def kernel_matrix(
         "has_scale_pairs": groups == "even" and layout.has_scale_pairs,
         "has_programs": bool(programs),
         "programs": programs,
+        "operands": ",".join(["=r", "r"] + ["r"] * registers),
         "is_short": is_short,
-        "missing": 1.0 if is_short else _MISSING_POWERS.get(layout.kind, 1.0),
+        "missing": 1.0 if is_short or code is None else code.missing(FLOAT16),
         "zeros": layout.zeros,
         "zero_output_stride": layout.zero_strides[0],
         "zero_group_stride": layout.zero_strides[1],
@@ -376,31 +395,15 @@ def _decoded_in_pairs(
     M: tl.constexpr,
 ) -> tl.tensor:
     """Decode one plane of units by the programs of `pair_programs`, bfloat16."""
+    TYPE: tl.constexpr = tl.bfloat16 if M.is_short else tl.float32
     if M.kind == "int4":
         offsets_OU = 0.0 - (zeros_OU + INT4_BASE)
-        if M.is_short:
-            elements_OU = tl.inline_asm_elementwise(
-                M.programs[PLANE],
-                "=r,r,r,r",
-                [units_OU, factors_OU.to(tl.bfloat16), offsets_OU.to(tl.bfloat16)],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            elements_OU = tl.inline_asm_elementwise(
-                M.programs[PLANE],
-                "=r,r,r,r,r,r",
-                [units_OU, factors_OU, offsets_OU * factors_OU],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-    elif M.is_short:
+        if not M.is_short:
+            offsets_OU = offsets_OU * factors_OU
         elements_OU = tl.inline_asm_elementwise(
             M.programs[PLANE],
-            "=r,r,r",
-            [units_OU, factors_OU.to(tl.bfloat16)],
+            M.operands,
+            [units_OU, factors_OU.to(TYPE), offsets_OU.to(TYPE)],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
@@ -408,8 +411,8 @@ def _decoded_in_pairs(
     else:
         elements_OU = tl.inline_asm_elementwise(
             M.programs[PLANE],
-            "=r,r,r,r",
-            [units_OU, factors_OU],
+            M.operands,
+            [units_OU, factors_OU.to(TYPE)],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
@@ -439,18 +442,6 @@ _INT4_BASE = 128  # in bfloat16, the last four bits of numbers from 128 on are a
 INT4_BASE = tl.constexpr(float(_INT4_BASE))
 
 
-class FloatCode(NamedTuple):
-    """A floating-point code: one bit of sign, then exponent and mantissa."""
-
-    bits: int
-    mantissa_bits: int
-    bias: int
-
-
-_FLOAT_CODES = {"e2m1": FloatCode(4, 1, 1), "e4m3": FloatCode(8, 3, 7)}
-_FLOAT16, _BFLOAT16 = FloatCode(16, 10, 15), FloatCode(16, 7, 127)
-
-
 def pair_programs(layout: MatrixLayout) -> tuple[str, ...]:
     """Return PTX that decodes each plane of two neighbouring units; nothing if there is none.
 
@@ -467,7 +458,7 @@ def pair_programs(layout: MatrixLayout) -> tuple[str, ...]:
     is_short = _has_short_scales(layout)
     if layout.kind == "int4":
         return tuple(_integer_program(plane, is_short=is_short) for plane in planes)
-    code = _FLOAT_CODES[layout.kind]
+    code = FLOAT_CODES[layout.kind]
     return tuple(_float_program(code, plane, is_short=is_short) for plane in planes)
 
 
@@ -493,7 +484,7 @@ def _integer_program(plane: int, *, is_short: bool) -> str:
 
 
 def _float_program(code: FloatCode, plane: int, *, is_short: bool) -> str:
-    wide = _BFLOAT16 if is_short else _FLOAT16
+    wide = BFLOAT16 if is_short else FLOAT16
     first, sign = code.bits * plane, code.bits * (plane + 1) - 1
     mantissa = wide.mantissa_bits - code.mantissa_bits
     magnitude = (1 << (code.bits - 1)) - 1
@@ -502,7 +493,7 @@ def _float_program(code: FloatCode, plane: int, *, is_short: bool) -> str:
         *(_shifted("b", wide.bits - 1 - sign), f"lop3.b32 a, b, {_twice(0x8000)}, a, 0xEA;"),
     ]
     if is_short:
-        missing = _twice(_bfloat16_bits(2.0 ** (wide.bias - code.bias)))
+        missing = _twice(_bfloat16_bits(code.missing(wide)))
         return _program(
             *lines,
             *(f"mov.b32 b, {missing};", f"mov.b32 c, {_MINUS_ZEROS};"),

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_experts import (
-    SIGMOID_GATES,
     SQUARES,
     Biases,
     Clamp,
@@ -29,12 +28,14 @@ from raymoe.kernels.gpu_codes import (
 )
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, round_to
 from raymoe.kernels.gpu_experts_kernels import (
+    COLUMNS_AT_ONCE,
     ExpertGroups,
-    add_kernel,
+    add_launch,
     align,
     combine_kernel,
     down_kernel,
     gate_up_kernel,
+    gating,
     in_planes,
     num_tiles,
 )
@@ -48,8 +49,6 @@ from raymoe.kernels.gpu_experts_layout import (
     units_of_step,
 )
 from raymoe.specs.layers import rows_at_once
-
-_COMBINED_COLUMNS = 1024
 
 
 class GroupedExperts:
@@ -79,7 +78,7 @@ class GroupedExperts:
         self._gate_up, self._down = layouts
         self._compute, self._matrices = compute, matrices
         self._has_bias = matrices.biases is not None
-        self._gating = _gating(activation, clamp)
+        self._gating = gating(activation, clamp)
         self._table_EA = _table_of(matrices)
         gate_up_alignment = min(alignment_of(matrices.gate_EFH), alignment_of(matrices.up_EFH))
         self._gate, self._up = (
@@ -115,7 +114,7 @@ class GroupedExperts:
         for first in range(0, num_rows, at_once):
             rows = range(first, min(first + at_once, num_rows))
             rows_BH = self._computed(hidden_TX, groups, rows)
-            self.add_rows(rows_BH, groups, rows, group.sum_TH).run()
+            add_launch(rows_BH, rows, routing, groups.places_TK, group).run()
             del rows_BH
 
     def _computed(self, hidden_TX: Tensor, groups: ExpertGroups, rows: range) -> Tensor:
@@ -207,7 +206,7 @@ class GroupedExperts:
         out_TH = rows_RH.new_empty(num_tokens, hidden_size, dtype=self._compute.dtype)
         launch = Launch(
             kernel=combine_kernel,
-            grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
+            grid=(num_tokens, -(-hidden_size // COLUMNS_AT_ONCE)),
             arguments={
                 "rows_ptr": rows_RH,
                 "places_ptr": groups.places_TK,
@@ -220,44 +219,11 @@ class GroupedExperts:
                 "CHOICES": triton.next_power_of_2(top_k),
                 "DTYPE": TRITON_TYPES[self._compute.dtype],
                 "DOT": TRITON_TYPES[self._compute.dot],
-                "COLUMNS": _COMBINED_COLUMNS,
+                "COLUMNS": COLUMNS_AT_ONCE,
             },
             options={"num_warps": 4},
         )
         return launch, out_TH
-
-    def add_rows(
-        self,
-        rows_BH: Tensor,
-        groups: ExpertGroups,
-        rows: range,
-        sum_TH: Tensor,
-    ) -> Launch:
-        """Return the launch that adds these rows of a group of experts, weighted, to the sums."""
-        num_tokens, top_k = groups.places_TK.shape
-        hidden_size = rows_BH.shape[1]
-        return Launch(
-            kernel=add_kernel,
-            grid=(num_tokens, -(-hidden_size // _COMBINED_COLUMNS)),
-            arguments={
-                "rows_ptr": rows_BH,
-                "ids_ptr": groups.ids_TK,
-                "places_ptr": groups.places_TK,
-                "weights_ptr": groups.weights_TK,
-                "sum_ptr": sum_TH,
-                "first_expert": groups.experts.start,
-                "end_expert": groups.experts.stop,
-                "first_row": rows.start,
-                "end_row": rows.stop,
-            },
-            constants={
-                "HIDDEN": hidden_size,
-                "TOP_K": top_k,
-                "CHOICES": triton.next_power_of_2(top_k),
-                "COLUMNS": _COMBINED_COLUMNS,
-            },
-            options={"num_warps": 4},
-        )
 
     def _shape(self, layout: MatrixLayout, num_rows: int) -> TileShape:
         return self._compute.tiles.shape(layout, num_rows / len(self._table_EA))
@@ -287,19 +253,6 @@ def _table_of(matrices: ExpertMatrices) -> Tensor:
         for expert in range(matrices.num_experts)
     ]
     return torch.tensor(addresses, dtype=torch.int64, device=matrices.device)
-
-
-def _gating(activation: str, clamp: Clamp | None) -> dict[str, float | None]:
-    if clamp is not None:
-        return {
-            "GAIN": float(clamp.gain),
-            "CUBIC": 0.0,
-            "LIMIT": float(clamp.limit),
-            "GATE_LIMIT": float(clamp.gate_limit),
-            "OFFSET": float(clamp.offset),
-        }
-    gain, cubic = SIGMOID_GATES[activation]
-    return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None, "GATE_LIMIT": 0.0, "OFFSET": 0.0}
 
 
 def _blocks(outputs: int, shape: TileShape) -> int:

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raymoe.kernels.cpu_experts import TopK
+from raymoe.kernels.cpu_experts import SIGMOID_GATES, Clamp, ExpertGroup, TopK
 from raymoe.kernels.gpu_codes import BIAS, decoded, load_scaling, load_units, pointer
 from raymoe.kernels.gpu_common import Launch, rounded
 
 TILE_FIELDS = 5  # columns of the tiles in `ExpertGroups`
-_CHUNK = 1024  # choices that a program of `align_kernel` reads at once
+CHOICES_AT_ONCE = 1024  # that a program reads to sort them
+COLUMNS_AT_ONCE = 1024  # of a row, that a program computes
 
 
 class ExpertGroups(NamedTuple):
@@ -29,7 +30,6 @@ class ExpertGroups(NamedTuple):
         experts: Those whose rows are counted, from 0.
         tokens_R: int32, the token of each row.
         places_TK: int32, the row of each choice of a token; undefined for those of other experts.
-        ids_TK: int32, the expert of each choice.
         weights_TK: float32, its weight.
         gate_up_tiles_NF: Tiles of the rows that a program of the first product has.
         down_tiles_NF: Those of the second product.
@@ -38,7 +38,6 @@ class ExpertGroups(NamedTuple):
     experts: range
     tokens_R: Tensor
     places_TK: Tensor
-    ids_TK: Tensor
     weights_TK: Tensor
     gate_up_tiles_NF: Tensor
     down_tiles_NF: Tensor
@@ -65,7 +64,6 @@ def align(
         experts,
         topk_ids_TK.new_empty(num_rows),
         torch.empty_like(topk_ids_TK),
-        topk_ids_TK,
         topk_weights_TK,
         *tiles,
     )
@@ -87,7 +85,7 @@ def align(
             "TOP_K": top_k,
             "GATE_UP_ROWS": tile_rows[0],
             "DOWN_ROWS": tile_rows[1],
-            "CHUNK": _CHUNK,
+            "CHUNK": CHOICES_AT_ONCE,
         },
         options={"num_warps": 4},
     )
@@ -97,6 +95,51 @@ def align(
 def num_tiles(num_rows: int, tile_rows: int, experts: range) -> int:
     """The most tiles that so many rows of these experts take."""
     return num_rows // tile_rows + len(experts)
+
+
+def add_launch(
+    rows_BH: Tensor, rows: range, routing: TopK, places_TK: Tensor, group: ExpertGroup
+) -> Launch:
+    """Return the launch that adds these rows of a group of experts, weighted, to its sums."""
+    topk_ids_TK, topk_weights_TK = routing
+    num_tokens, top_k = topk_ids_TK.shape
+    hidden_size = rows_BH.shape[1]
+    return Launch(
+        kernel=add_kernel,
+        grid=(num_tokens, -(-hidden_size // COLUMNS_AT_ONCE)),
+        arguments={
+            "rows_ptr": rows_BH,
+            "ids_ptr": topk_ids_TK,
+            "places_ptr": places_TK,
+            "weights_ptr": topk_weights_TK,
+            "sum_ptr": group.sum_TH,
+            "first_expert": group.experts.start,
+            "end_expert": group.experts.stop,
+            "first_row": rows.start,
+            "end_row": rows.stop,
+        },
+        constants={
+            "HIDDEN": hidden_size,
+            "TOP_K": top_k,
+            "CHOICES": triton.next_power_of_2(top_k),
+            "COLUMNS": COLUMNS_AT_ONCE,
+        },
+        options={"num_warps": 4},
+    )
+
+
+def gating(activation: str, clamp: Clamp | None) -> dict[str, float | None]:
+    """Return the constants of `gated`."""
+    if clamp is not None:
+        return {
+            "GAIN": float(clamp.gain),
+            "CUBIC": 0.0,
+            "LIMIT": float(clamp.limit),
+            "GATE_LIMIT": float(clamp.gate_limit),
+            "OFFSET": float(clamp.offset),
+        }
+    gain, cubic = SIGMOID_GATES[activation]
+    return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None, "GATE_LIMIT": 0.0, "OFFSET": 0.0}
 
 
 def in_planes(input_TI: Tensor, planes: int) -> Tensor:
@@ -142,31 +185,63 @@ def align_kernel(
     """
     number = tl.program_id(0)
     expert, is_last = first_expert + number, first_expert + number == end_expert - 1
-    numbers_C = tl.arange(0, CHUNK)
-    before_C = tl.full([CHUNK], 0, tl.int32)
-    count_C = tl.full([CHUNK], 0, tl.int32)
-    for begin in range(0, num_rows, CHUNK):
-        inside_C = begin + numbers_C < num_rows
-        ids_C = tl.load(ids_ptr + begin + numbers_C, mask=inside_C, other=NUM_EXPERTS)
-        before_C += ((ids_C >= first_expert) & (ids_C < expert)).to(tl.int32)
-        count_C += (ids_C == expert).to(tl.int32)
-    first = tl.sum(before_C)
-    end = first + tl.sum(count_C)
+    first, end = rows_of(ids_ptr, num_rows, expert, first_expert, end_expert, NUM_EXPERTS, CHUNK)
     _write_tiles(gate_up_tiles_ptr, number, expert, first, end, GATE_UP_ROWS)
     _write_tiles(down_tiles_ptr, number, expert, first, end, DOWN_ROWS)
     if is_last:
         num_experts = end_expert - first_expert
         _write_no_tiles(gate_up_tiles_ptr, num_experts, end, num_rows, GATE_UP_ROWS, CHUNK)
         _write_no_tiles(down_tiles_ptr, num_experts, end, num_rows, DOWN_ROWS, CHUNK)
-    if first == end:
-        return
+    if first < end:
+        write_rows(
+            ids_ptr, tokens_ptr, places_ptr, num_rows, expert, first, NUM_EXPERTS, TOP_K, CHUNK
+        )
+
+
+@triton.jit
+def rows_of(
+    ids_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    expert: tl.tensor,
+    first_expert: tl.tensor,
+    end_expert: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first row of an expert and its end, among those of a group of experts."""
+    numbers_C = tl.arange(0, CHUNK)
+    before_C = tl.full([CHUNK], 0, tl.int32)
+    count_C = tl.full([CHUNK], 0, tl.int32)
+    for begin in range(0, num_rows, CHUNK):
+        inside_C = begin + numbers_C < num_rows
+        ids_C = tl.load(ids_ptr + begin + numbers_C, mask=inside_C, other=NUM_EXPERTS)
+        is_counted_C = (ids_C >= first_expert) & (ids_C < end_expert)
+        before_C += (is_counted_C & (ids_C < expert)).to(tl.int32)
+        count_C += (is_counted_C & (ids_C == expert)).to(tl.int32)
+    first = tl.sum(before_C)
+    return first, first + tl.sum(count_C)
+
+
+@triton.jit
+def write_rows(
+    ids_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Write the tokens of an expert's rows from the first on, and the rows of its choices."""
+    numbers_C = tl.arange(0, CHUNK)
     place = first
     for begin in range(0, num_rows, CHUNK):
         choices_C = begin + numbers_C
         ids_C = tl.load(ids_ptr + choices_C, mask=choices_C < num_rows, other=NUM_EXPERTS)
         is_mine_C = ids_C == expert
-        ranks_C = tl.cumsum(is_mine_C.to(tl.int32))
-        places_C = place + ranks_C - 1
+        places_C = place + tl.cumsum(is_mine_C.to(tl.int32)) - 1
         tl.store(places_ptr + choices_C, places_C, mask=is_mine_C)
         tl.store(tokens_ptr + places_C, choices_C // TOP_K, mask=is_mine_C)
         place += tl.sum(is_mine_C.to(tl.int32))

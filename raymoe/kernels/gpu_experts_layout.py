@@ -19,7 +19,7 @@ from torch import Tensor
 from raymoe.codecs import StoredMatrix, Weight
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import Biases
-from raymoe.kernels.triton_support import TENSOR_CORES_SINCE
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, shared_memory_kib
 from raymoe.specs.hardware import AMPERE
 from raymoe.specs.layers import MAX_TILE_ROWS
 from raymoe.specs.weight_format import (
@@ -96,23 +96,16 @@ class MatrixLayout:
 
 
 def layout_of(weights: Sequence[Weight]) -> MatrixLayout | None:
-    places = Places(
-        has_even_codes=all(_is_even(_codes(weight)) for weight in weights),
-        has_even_scales=all(
-            _is_even(weight.pieces["scales"])
-            for weight in weights
-            if isinstance(weight, StoredMatrix)
-        ),
-    )
-    layouts = {_layout(weight, places) for weight in weights}
+    stored = [weight for weight in weights if isinstance(weight, StoredMatrix)]
+    layouts = {
+        _layout(
+            weight,
+            has_even_codes=all(_is_even(each.pieces["codes"]) for each in stored),
+            has_even_scales=all(_is_even(each.pieces["scales"]) for each in stored),
+        )
+        for weight in weights
+    }
     return layouts.pop() if len(layouts) == 1 else None
-
-
-class Places(NamedTuple):
-    """Whether rows of bytes lie at even addresses and are of even length, in all matrices."""
-
-    has_even_codes: bool
-    has_even_scales: bool
 
 
 def alignment_of(weights: Sequence[Weight]) -> int:
@@ -143,13 +136,13 @@ def _is_even(matrix: Tensor) -> bool:
     return is_dense and matrix.data_ptr() % 2 == 0 and rows_apart % 2 == 0
 
 
-def _layout(weight: Weight, places: Places) -> MatrixLayout:
+def _layout(weight: Weight, *, has_even_codes: bool, has_even_scales: bool) -> MatrixLayout:
     if isinstance(weight, StoredMatrix):
         layout = _LAYOUTS[type(weight.format)](weight)
-        if layout.unit == torch.uint8 and places.has_even_codes:
+        if layout.unit == torch.uint8 and has_even_codes:
             layout = _in_words(layout)
         is_byte = layout.scales is not None and layout.scales.itemsize == 1
-        return replace(layout, has_scale_pairs=is_byte and places.has_even_scales)
+        return replace(layout, has_scale_pairs=is_byte and has_even_scales)
     outputs, inputs = weight.shape
     return MatrixLayout(
         kind="plain", shape=(outputs, inputs), unit=weight.dtype, code_strides=_strides(weight)
@@ -275,9 +268,7 @@ BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024)  # lower bounds of tokens per exp
 
 # A GPU multiplies all tiles of at least 64 outputs with the same instruction.
 _MIN_OUTPUTS, _MIN_ROWS, _MAX_ROWS_OF_TURING = 64, 16, 32
-# Compute capabilities 9.0 and 10.0, Hopper and Blackwell of data centres, have 227 KiB of shared
-# memory for a tile, the others 99 or 163.
-_WITH_227_KIB = (9, 10)
+_LARGE_TILES_FROM_KIB = 228  # of shared memory of a multiprocessor
 
 
 class TileKey(NamedTuple):
@@ -367,7 +358,7 @@ def default_shape(layout: MatrixLayout, bucket: int, capability: tuple[int, int]
         return shape
     if layout.unit == torch.float32:
         return replace(shape, warps=8)
-    if capability[0] in _WITH_227_KIB:
+    if shared_memory_kib(capability) >= _LARGE_TILES_FROM_KIB:
         return shape if layout.kind == "e4m3" else replace(shape, outputs=128, warps=8)
     if layout.kind != "plain":
         return replace(shape, rows=rows // 2)

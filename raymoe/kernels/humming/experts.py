@@ -12,16 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from raymoe.kernels.cpu_experts import SIGMOID_GATES, SQUARES, Clamp, ExpertGroup, TopK
+from raymoe.kernels.cpu_experts import SQUARES, Clamp, ExpertGroup, TopK
 from raymoe.kernels.gpu_common import Launch, round_to
-from raymoe.kernels.gpu_experts_kernels import add_kernel, gated
+from raymoe.kernels.gpu_experts_kernels import (
+    CHOICES_AT_ONCE,
+    COLUMNS_AT_ONCE,
+    add_launch,
+    gated,
+    gating,
+    rows_of,
+    write_rows,
+)
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.humming.packing import PackedMatrices, pack_matrices, why_not_packed
 from raymoe.kernels.humming.products import GroupedProduct
 from raymoe.specs.layers import rows_at_once
-
-_CHUNK = 1024  # choices that a program of `sort_kernel` reads at once
-_COLUMNS = 1024
 
 # Multiplies rows, offsets and about how many rows there are into results (`GroupedProduct`).
 Product = Callable[[Tensor, Tensor, int, Tensor], None]
@@ -68,7 +73,7 @@ class HummingExperts:
         self._wide, self._hidden = down.layout.shape[1], down.layout.shape[0]
         self._gate, self._down = product(gate), product(down)
         self._up = None if activation in SQUARES else product(up)
-        self._gating = _gating(activation, clamp)
+        self._gating = gating(activation, clamp)
 
     def __call__(self, hidden_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         sum_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
@@ -95,7 +100,7 @@ class HummingExperts:
             gather, input_BH, offsets_E1 = self._gather(hidden_TH, choices, rows)
             gather.run()
             rows_BH = self._computed(input_BH, offsets_E1, min(expected, len(rows)))
-            self._add_rows(rows_BH, routing, choices, rows, group=group).run()
+            add_launch(rows_BH, rows, routing, choices.places_TK, group).run()
             del input_BH, rows_BH
 
     def _computed(self, input_BH: Tensor, offsets_E1: Tensor, expected: int) -> Tensor:
@@ -132,7 +137,7 @@ class HummingExperts:
             constants={
                 "NUM_EXPERTS": self._num_experts,
                 "TOP_K": ids_TK.shape[1],
-                "CHUNK": _CHUNK,
+                "CHUNK": CHOICES_AT_ONCE,
             },
             options={"num_warps": 4},
         )
@@ -150,7 +155,7 @@ class HummingExperts:
         offsets_E1 = torch.empty_like(choices.offsets_E1)
         launch = Launch(
             kernel=gather_kernel,
-            grid=(len(rows), -(-hidden_size // _COLUMNS)),
+            grid=(len(rows), -(-hidden_size // COLUMNS_AT_ONCE)),
             arguments={
                 "hidden_ptr": hidden_TH.contiguous(),
                 "tokens_ptr": choices.tokens_R,
@@ -164,7 +169,7 @@ class HummingExperts:
                 "HIDDEN": hidden_size,
                 "NUM_EXPERTS": self._num_experts,
                 "OFFSETS": triton.next_power_of_2(self._num_experts + 1),
-                "COLUMNS": _COLUMNS,
+                "COLUMNS": COLUMNS_AT_ONCE,
             },
             options={"num_warps": 4},
         )
@@ -174,47 +179,13 @@ class HummingExperts:
         """Return the launch that writes activation(gate) * up over the gates."""
         return Launch(
             kernel=activate_kernel,
-            grid=(len(gate_BF), -(-self._wide // _COLUMNS)),
+            grid=(len(gate_BF), -(-self._wide // COLUMNS_AT_ONCE)),
             arguments={"gate_ptr": gate_BF, "up_ptr": up_BF, "offsets_ptr": offsets_E1},
             constants={
                 "WIDE": self._wide,
                 "NUM_EXPERTS": self._num_experts,
-                "COLUMNS": _COLUMNS,
+                "COLUMNS": COLUMNS_AT_ONCE,
                 **self._gating,
-            },
-            options={"num_warps": 4},
-        )
-
-    def _add_rows(
-        self,
-        rows_BH: Tensor,
-        routing: TopK,
-        choices: SortedChoices,
-        rows: range,
-        *,
-        group: ExpertGroup,
-    ) -> Launch:
-        ids_TK, weights_TK = routing
-        num_tokens, top_k = ids_TK.shape
-        return Launch(
-            kernel=add_kernel,
-            grid=(num_tokens, -(-self._hidden // _COLUMNS)),
-            arguments={
-                "rows_ptr": rows_BH,
-                "ids_ptr": ids_TK,
-                "places_ptr": choices.places_TK,
-                "weights_ptr": weights_TK,
-                "sum_ptr": group.sum_TH,
-                "first_expert": group.experts.start,
-                "end_expert": group.experts.stop,
-                "first_row": rows.start,
-                "end_row": rows.stop,
-            },
-            constants={
-                "HIDDEN": self._hidden,
-                "TOP_K": top_k,
-                "CHOICES": triton.next_power_of_2(top_k),
-                "COLUMNS": _COLUMNS,
             },
             options={"num_warps": 4},
         )
@@ -246,19 +217,6 @@ def packed_experts(
     return gate, up, down
 
 
-def _gating(activation: str, clamp: Clamp | None) -> dict[str, float | None]:
-    if clamp is None:
-        gain, cubic = SIGMOID_GATES[activation]
-        return {"GAIN": gain, "CUBIC": cubic, "LIMIT": None, "GATE_LIMIT": 0.0, "OFFSET": 0.0}
-    return {
-        "GAIN": float(clamp.gain),
-        "CUBIC": 0.0,
-        "LIMIT": float(clamp.limit),
-        "GATE_LIMIT": float(clamp.gate_limit),
-        "OFFSET": float(clamp.offset),
-    }
-
-
 @triton.jit(
     do_not_specialize=["num_rows", "first_expert", "end_expert"],
     do_not_specialize_on_alignment=["ids_ptr"],
@@ -281,31 +239,14 @@ def sort_kernel(
     another.
     """
     expert = tl.program_id(0)
-    numbers_C = tl.arange(0, CHUNK)
-    before_C = tl.full([CHUNK], 0, tl.int32)
-    count_C = tl.full([CHUNK], 0, tl.int32)
-    for begin in range(0, num_rows, CHUNK):
-        inside_C = begin + numbers_C < num_rows
-        ids_C = tl.load(ids_ptr + begin + numbers_C, mask=inside_C, other=NUM_EXPERTS)
-        is_counted_C = (ids_C >= first_expert) & (ids_C < end_expert)
-        before_C += (is_counted_C & (ids_C < expert)).to(tl.int32)
-        count_C += (is_counted_C & (ids_C == expert)).to(tl.int32)
-    first = tl.sum(before_C)
-    end = first + tl.sum(count_C)
+    first, end = rows_of(ids_ptr, num_rows, expert, first_expert, end_expert, NUM_EXPERTS, CHUNK)
     tl.store(offsets_ptr + expert, first)
     if expert == NUM_EXPERTS - 1:
         tl.store(offsets_ptr + NUM_EXPERTS, end)
-    if first == end:
-        return
-    place = first
-    for begin in range(0, num_rows, CHUNK):
-        choices_C = begin + numbers_C
-        ids_C = tl.load(ids_ptr + choices_C, mask=choices_C < num_rows, other=NUM_EXPERTS)
-        is_mine_C = ids_C == expert
-        places_C = place + tl.cumsum(is_mine_C.to(tl.int32)) - 1
-        tl.store(places_ptr + choices_C, places_C, mask=is_mine_C)
-        tl.store(tokens_ptr + places_C, choices_C // TOP_K, mask=is_mine_C)
-        place += tl.sum(is_mine_C.to(tl.int32))
+    if first < end:
+        write_rows(
+            ids_ptr, tokens_ptr, places_ptr, num_rows, expert, first, NUM_EXPERTS, TOP_K, CHUNK
+        )
 
 
 @triton.jit(do_not_specialize=["first_row", "end_row"])

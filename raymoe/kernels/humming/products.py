@@ -17,12 +17,19 @@ from packaging.version import Version
 from torch import Tensor
 
 from raymoe.kernels.humming.packing import BITS, OUTPUTS, PackedLayout, PackedMatrices
+from raymoe.kernels.triton_support import OLDEST_CAPABILITY
+from raymoe.specs.hardware import AMPERE, HOPPER
 
 PACKAGE, VERSION = "humming-kernels", "0.1.19"
 # Its launcher is made for torch's stable interface of C++, which begins here.
 OLDEST_TORCH = Version("2.11")
-_TURING, _HOPPER = (7, 5), (9, 0)
-CAPABILITIES = (_TURING, (8, 0), (8, 6), (8, 9), _HOPPER)  # those whose machine code was counted
+CAPABILITIES = (
+    OLDEST_CAPABILITY,
+    AMPERE,
+    (8, 6),
+    (8, 9),
+    HOPPER,
+)  # those whose machine code was counted
 _CODES = {"int4": "uint4", "e2m1": "float4e2m1", "e4m3": "float8e4m3"}
 _TYPES = {
     torch.float16: "float16",
@@ -55,7 +62,7 @@ def why_not_here(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
         return f"torch is {torch.__version__}; the launcher of {PACKAGE} needs {OLDEST_TORCH}"
     if capability not in CAPABILITIES:
         return f"tiles are known for other compute capabilities than {capability}"
-    if dtype == torch.bfloat16 and capability == _TURING:
+    if dtype == torch.bfloat16 and capability == OLDEST_CAPABILITY:
         return "Turing has no bfloat16"
     return None
 
@@ -93,11 +100,11 @@ def tile_configs(layout: PackedLayout, capability: tuple[int, int]) -> list[dict
     Each is one that its heuristics choose for such rows, but for the order of tiles.
     """
     outputs = 2 * OUTPUTS if layout.padded_outputs % (2 * OUTPUTS) == 0 else OUTPUTS
-    if capability == _HOPPER:
+    if capability == HOPPER:
         return [_hopper_tile(rows, outputs) for rows in (24, 80, 144)]
-    if capability == _TURING:
+    if capability == OLDEST_CAPABILITY:
         return [_turing_tile(rows, outputs, layout) for rows in (16, 32, 64)]
-    stages = 5 if capability == (8, 0) else 3  # 163 and 99 KiB of shared memory
+    stages = 5 if capability == AMPERE else 3  # 163 and 99 KiB of shared memory
     return [_tile(rows, outputs, num_stages=stages) for rows in (16, 32, 96)]
 
 

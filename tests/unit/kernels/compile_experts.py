@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.gpu_common import EXACT, Launch
 from raymoe.kernels.gpu_experts import DecodedExperts, GroupedExperts
-from raymoe.kernels.gpu_experts_kernels import in_planes
+from raymoe.kernels.gpu_experts_kernels import add_launch, in_planes
 from raymoe.kernels.gpu_experts_layout import Compute, TileTable
 from tests.unit.kernels.expert_shapes import NUM_EXPERTS, SHAPES, ExpertShape
 
@@ -76,13 +77,15 @@ def launches(shape: ExpertShape, capability: int, tokens_per_expert: int) -> Ite
     experts = GroupedExperts(matrices, compute=compute, clamp=shape.clamp)
     num_tokens = max(tokens_per_expert * NUM_EXPERTS // shape.top_k, 1)
     ids_TK = torch.zeros(num_tokens, shape.top_k, dtype=torch.int32)
-    align, groups = experts.align((ids_TK, torch.zeros(ids_TK.shape)))
+    routing = (ids_TK, torch.zeros(ids_TK.shape))
+    align, groups = experts.align(routing)
     hidden_TH = torch.zeros(num_tokens, shape.hidden, dtype=dtype)
     rows = range(ids_TK.numel())
     hidden_TX = in_planes(hidden_TH, matrices.layouts()[0].unit_inputs)
     gate_up, product_BX = experts.gate_up(hidden_TX, groups, rows)
     down, rows_RH = experts.down(product_BX, groups, rows)
-    add = experts.add_rows(rows_RH, groups, rows, torch.zeros(num_tokens, shape.hidden))
+    group = ExpertGroup(range(NUM_EXPERTS), torch.zeros(num_tokens, shape.hidden))
+    add = add_launch(rows_RH, rows, routing, groups.places_TK, group)
     yield from (align, gate_up, down, experts.combine(rows_RH, groups)[0], add)
     if shape.stored is not None:
         one_by_one = DecodedExperts(matrices, compute=compute, activation="silu")
