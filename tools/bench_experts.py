@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import on_device
+from raymoe.device.find_gpu import half_dtype
 from raymoe.doctor.kernels import PACKED_FORMATS, make, make_packed
 from raymoe.kernels.cpu_experts import Experts, PlainExperts
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, balanced_routing
@@ -55,7 +56,7 @@ def compare(
     backends: dict[str, Experts], plain: Experts, sizes: tuple[int, int, int], rows: int
 ) -> str:
     num_experts, hidden, wide = sizes
-    device, dtype = torch.device("cuda"), _dtype()
+    device, dtype = torch.device("cuda"), half_dtype()
     num_tokens = max(rows * num_experts // TOP_K, 1)
     ids_TK, weights_TK = balanced_routing(num_tokens, num_experts, TOP_K, device)
     hidden_TH = torch.randn(num_tokens, hidden, dtype=dtype, device=device)
@@ -77,11 +78,6 @@ def compare(
     return f"{rows:5} rows an expert  " + "  ".join(parts)
 
 
-def _dtype() -> torch.dtype:
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bfloat16 else torch.float16
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -89,7 +85,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     sizes = (options.experts, options.hidden, options.wide)
-    device, dtype = torch.device("cuda"), _dtype()
+    device, dtype = torch.device("cuda"), half_dtype()
     reason = why_not_here(torch.cuda.get_device_capability(device), dtype)
     if reason is not None:
         parser.error(reason)

@@ -13,6 +13,7 @@ from rich.table import Table
 from raymoe.cli import model_by_name
 from raymoe.config import Settings
 from raymoe.device.cuda_api import TorchCuda
+from raymoe.device.find_gpu import half_dtype
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.kernels.triton_support import OLDEST_CAPABILITY
 from raymoe.measure.kept import Gpu, load_tiles, store_tiles
@@ -35,8 +36,7 @@ def run_tiles(model: str | None, *, is_again: bool) -> None:
     spec = model_by_name(model)
     _check_gpu()
     settings, gpu, api = Settings.from_environment(), Gpu.current(), TorchCuda()
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = torch.bfloat16 if has_bfloat16 else torch.float16
+    dtype = half_dtype()
     console, found = Console(stderr=True), []
     with api.thread_context():
         free_bytes, _ = torch.cuda.mem_get_info(api.device)

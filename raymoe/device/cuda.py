@@ -35,7 +35,7 @@ from raymoe.device.cuda_api import (
     TorchCuda,
 )
 from raymoe.device.device import MemoryLedger, T
-from raymoe.device.find_gpu import check_compiler, check_cuda, read_text
+from raymoe.device.find_gpu import check_compiler, check_cuda, half_dtype, read_text
 from raymoe.device.host_memory import map_memory
 from raymoe.device.lane import (
     Call,
@@ -412,10 +412,8 @@ def free_gpu_bytes(index: int = 0) -> int:
     """
     check_cuda(index)
     device = torch.device("cuda", index)
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    half = torch.bfloat16 if has_bfloat16 else torch.float16
     with torch.inference_mode():
-        for dtype in (half, torch.float32):
+        for dtype in (half_dtype(), torch.float32):
             matrix = torch.ones(1, 16, 64, dtype=dtype, device=device)
             torch.nn.functional.linear(matrix, matrix[0])
             torch.bmm(matrix, matrix.mT)

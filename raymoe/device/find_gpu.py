@@ -39,6 +39,12 @@ def check_cuda(index: int = 0, root: Path = Path("/")) -> None:
         )
 
 
+def half_dtype() -> torch.dtype:
+    """The 16-bit type of the current GPU's products: float16 where it has none of bfloat16."""
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bfloat16 else torch.float16
+
+
 def has_nvidia_gpu(root: Path = Path("/")) -> bool:
     """Whether this machine has a GPU of NVIDIA, or its driver, whether torch sees it or not."""
     if _driver(root):

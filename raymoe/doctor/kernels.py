@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from raymoe.codecs import Weight, as_tensor, on_device
+from raymoe.device.find_gpu import half_dtype
 from raymoe.doctor.examine import Check, Outcome, Status, Target
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
@@ -103,8 +104,7 @@ def _cpu_checks() -> Iterator[Check]:
 
 
 def _device_checks(device: torch.device) -> Iterator[Check]:
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    half = BFLOAT16 if has_bfloat16 else FLOAT16
+    half = half_dtype()
     for dtype in dict.fromkeys((half, FLOAT32, FLOAT16)):
         compute = attention_compute(device, dtype, HEAD_DIM)
         yield _check("GPU attention", dtype, partial(attention, dtype, device, compute))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raymoe.assets import demo_model_path
 from raymoe.config import EngineConfig, SamplingParams
+from raymoe.device.find_gpu import half_dtype
 from raymoe.doctor.examine import Check, Outcome, Status, Target
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import DevicePolicy, Policy
@@ -73,7 +74,7 @@ def _places(device: str) -> Iterator[tuple[str, str]]:
 
 
 def _has_bfloat16() -> bool:
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return half_dtype() == torch.bfloat16
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raymoe.config import EngineConfig, SamplingParams, Settings
-from raymoe.device.find_gpu import check_cuda, has_nvidia_gpu, why_no_gpu
+from raymoe.device.find_gpu import check_cuda, half_dtype, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
@@ -339,7 +339,7 @@ def _with_dtype(
     """
     if config.dtype != "auto" or device != "cuda" or weights.dtype != torch.bfloat16:
         return config
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if half_dtype() == torch.bfloat16:
         return config
     where = f"{torch.cuda.get_device_name()} has no products of bfloat16"
     if spec.model_type in OVERFLOWS_IN_FLOAT16:

@@ -15,6 +15,7 @@ from torch import Tensor
 from raymoe.codecs import Weight, on_device
 from raymoe.device.cuda import free_gpu_bytes
 from raymoe.device.cuda_api import CudaApi, EventT, StreamT, TorchCuda
+from raymoe.device.find_gpu import half_dtype
 from raymoe.device.lane import ThreadLane
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_experts import Experts
@@ -266,7 +267,7 @@ def measure_device(host: HardwareSpec, seconds: float, index: int = 0) -> Hardwa
         rates = measure_rates(api, jobs, (1 - LINK_SHARE) * seconds)
         del copies, jobs
         node = with_device(host, free_gpu_bytes(index), link, rates)
-        return replace(node, has_bfloat16=_half() == torch.bfloat16)
+        return replace(node, has_bfloat16=half_dtype() == torch.bfloat16)
 
 
 def measure_gpu_quickly(
@@ -278,7 +279,7 @@ def measure_gpu_quickly(
     """
     api = TorchCuda(index)
     with api.thread_context():
-        dtype = _half()
+        dtype = half_dtype()
         copies = make_copies(api.device)
         source = torch.empty(2, READ_BYTES, dtype=torch.uint8, device=api.device)
         left, right, out = torch.ones(3, QUICK_SIZE, QUICK_SIZE, dtype=dtype, device=api.device)
@@ -315,11 +316,6 @@ def quick_rates(
     stream = api.new_stream()
     each_s = seconds / len(calls)
     return [amount / seconds_on_stream(api, stream, [call], each_s) for amount, call in calls]
-
-
-def _half() -> torch.dtype:
-    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def with_device(
@@ -434,7 +430,7 @@ def experts_layer(
 
 def make_jobs(device: torch.device) -> DeviceJobs:
     """Projections and experts with random weights that exceed the device's caches."""
-    dtype = _half()
+    dtype = half_dtype()
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from raymoe.bench.gpu.settings import NodeSettings
 from raymoe.config import EngineConfig, Settings
 from raymoe.device.cuda import RESERVE_BYTES
 from raymoe.device.cuda_api import TorchCuda
-from raymoe.device.find_gpu import check_cuda
+from raymoe.device.find_gpu import check_cuda, half_dtype
 from raymoe.device.threads import torch_on_all_cores
 from raymoe.engine.node import find_node
 from raymoe.engine.release import return_memory
@@ -145,9 +145,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def computing_dtype(device: str) -> str:
     """The 16-bit type for products: float16 on a GPU without bfloat16."""
-    if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "float16"
-    return "bfloat16"
+    return "float16" if device == "cuda" and half_dtype() == torch.float16 else "bfloat16"
 
 
 def cap_device(device: str, memory_bytes: int) -> None:
