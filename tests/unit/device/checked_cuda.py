@@ -177,7 +177,8 @@ class CheckedCuda(DeferredCuda):
             me.task = job.task
             self.trace.wait(me, job.given, me.role)
             self._wait_for_host_tasks(job.after)
-        self.trace.issue(agent)
+        if stream is not self.clock:  # any thread records on it, for its own measure of time only
+            self.trace.issue(agent)
         return agent
 
     def _wait_for_host_tasks(self, marks: Iterable[Mark]) -> None:

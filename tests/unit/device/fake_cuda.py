@@ -107,7 +107,7 @@ class FakeCuda:
 
     def open_runtime(self) -> _native.DeviceRuntime:
         """The functions in the order of their declarations in libcudart."""
-        clock, functions = self.new_stream(), {}
+        self.clock, functions = self.new_stream(), {}
         for name, declared in _FUNCTIONS.items():
             types = declared
             call = getattr(self, "_" + name.removeprefix("cuda").lower())
@@ -121,7 +121,7 @@ class FakeCuda:
             for name, function in functions.items()
         }
         runtime = _native.cuda_runtime(
-            addresses, 0, self.version, self.handle(clock), self.anchor_s
+            addresses, 0, self.version, self.handle(self.clock), self.anchor_s
         )  # type: ignore[arg-type]
         _KEPT.append(functions)  # native threads and marks may outlive this object
         return runtime
