@@ -219,7 +219,7 @@ def parse_layers(
         else:
             if isinstance(attention, AttentionSpec):
                 own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
-            rope = ropes.of(window, own, is_sparse=is_sparse)
+            rope = ropes.of(i, window, own, is_sparse=is_sparse)
             if isinstance(own, LatentAttentionSpec):
                 own = _with_rope(own, window, rope)
         ffn = _clamped(fields, moe if is_sparse else dense, i)
@@ -467,14 +467,19 @@ class _Ropes:
     def __init__(self, fields: ConfigFields, parse: ParseRope) -> None:
         self._fields, self._rule = fields, fields.family.rope
         self._of_type = cache(parse)
+        name = self._rule.rotated_layers
+        self._rotated = None if name is None else fields.by_layer(name)
 
     def of(
         self,
+        layer: int,
         window: int | None,
         attention: AnyAttentionSpec,
         *,
         is_sparse: bool,
     ) -> RopeSpec | None:
+        if self._rotated is not None and not self._rotated[layer]:
+            return None
         if window is not None:
             return self._of_type(SLIDING, attention)
         rotates_full = self._fields.switch(self._rule.rotates_full_layers)

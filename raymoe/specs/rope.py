@@ -21,6 +21,8 @@ class RopeRule:
     rotates_full_layers: bool | str = True  # whether layers without a window are; or a field
     # Field that says, by being 1, that dense layers are rotated nevertheless.
     rotates_dense_layers: str | None = None
+    # Field with a number for each layer, which is 0 for layers that are not rotated.
+    rotated_layers: str | None = None
     is_partial: bool = False  # whether the configuration may rotate only a part of a head
     partial_factor: float = 1.0
     is_interleaved: bool = False  # as in `RopeSpec`; the field `rope_interleave` takes precedence

@@ -78,6 +78,18 @@ FAMILY_CONFIGS = {
     "nemotron_h": "NemotronHConfig",
     "lfm2_moe": "Lfm2MoeConfig",
     "kimi_linear": "KimiLinearConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "glm4": "Glm4Config",
+    "olmo2": "Olmo2Config",
+    "smollm3": "SmolLM3Config",
+    "seed_oss": "SeedOssConfig",
+    "ernie4_5": "Ernie4_5Config",
+    "exaone4": "Exaone4Config",
+    "exaone4_5": "Exaone4_5_Config",
+    "hunyuan_v1_dense": "HunYuanDenseV1Config",
+    "internlm3": "InternLM3Config",
+    "iquestcoder": "IQuestCoderConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -97,7 +109,9 @@ def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreT
     stem = stem.removesuffix("Text")
     kinds = ["ForCausalLM", "ForConditionalGeneration"][:: -1 if config.sub_configs else 1]
     names = (stem + kind for kind in kinds)
-    return next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+    found = (getattr(transformers, name) for name in names if hasattr(transformers, name))
+    others = transformers.AutoModelForCausalLM._model_mapping
+    return next(found, None) or others[type(config)]  # some types run by the class of another
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,4 +123,171 @@ DENSE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "glm4": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "whole heads rotated, no biases, tied": {
+                "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 1.0},
+                "attention_bias": False,
+                "tie_word_embeddings": True,
+            },
+            "yarn, one KV head, wide heads, 3 layers": {
+                "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+                "num_key_value_heads": 1,
+                "head_dim": 24,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "olmo2": (
+        BASE,
+        {
+            "plain": {},
+            "as many KV heads as heads, biases, large epsilon": {
+                "num_key_value_heads": None,
+                "attention_bias": True,
+                "rms_norm_eps": 1e-2,
+            },
+            "llama3 rope, tied, wide heads, one KV head, 3 layers": {
+                "rope_parameters": LLAMA3,
+                "tie_word_embeddings": True,
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "smollm3": (
+        BASE | {"num_hidden_layers": 4},
+        {
+            "plain": {"tie_word_embeddings": False},
+            "rotated layers as listed, yarn, biases": {
+                "no_rope_layers": [0, 1, 0, 1, 1],
+                "rope_parameters": YARN,
+                "attention_bias": True,
+                "mlp_bias": True,
+            },
+            "windows in layers without rotation, 3 of 5": {
+                "no_rope_layer_interval": 3,
+                "num_hidden_layers": 5,
+                "use_sliding_window": True,
+                "sliding_window": 9,
+            },
+            "windows in rotated layers": {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "no_rope_layers": [1, 0, 1, 1],
+                "use_sliding_window": True,
+                "sliding_window": 17,
+                "num_key_value_heads": 1,
+            },
+        },
+    ),
+    "seed_oss": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "all biases, tied": {
+                "attention_out_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+            },
+            "no biases, dynamic rope, one KV head": {
+                "attention_bias": False,
+                "rope_parameters": DYNAMIC,
+                "max_position_embeddings": 48,
+                "num_key_value_heads": 1,
+            },
+        },
+    ),
+    "ernie4_5": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "biases, untied, narrow heads": {
+                "use_bias": True,
+                "tie_word_embeddings": False,
+                "head_dim": 8,
+            },
+            "linear rope, one KV head, 3 layers": {
+                "rope_parameters": LINEAR,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "exaone4": (
+        BASE | {"num_hidden_layers": 4, "sliding_window": 9},
+        {
+            "plain": {},
+            "no windows, all rotated, tied": {
+                "sliding_window": None,
+                "layer_types": ["full_attention"] * 3,
+                "num_hidden_layers": 3,
+                "tie_word_embeddings": True,
+            },
+            "layer types, llama3 rope, wide heads, one KV head": {
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                "num_hidden_layers": 3,
+                "sliding_window_pattern": "GLG",
+                "rope_parameters": LLAMA3,
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "rms_norm_eps": 1e-2,
+            },
+        },
+    ),
+    "hunyuan_v1_dense": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "fixed alpha, biases, tied": {
+                "rope_parameters": {"rope_type": "dynamic", "alpha": 40.0, "factor": 1.0},
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+            "dynamic rope, one KV head, 3 layers": {
+                "rope_parameters": DYNAMIC,
+                "max_position_embeddings": 48,
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "internlm3": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "dynamic rope, one KV head, tied": {
+                "rope_parameters": DYNAMIC,
+                "max_position_embeddings": 48,
+                "num_key_value_heads": 1,
+                "tie_word_embeddings": True,
+            },
+            "narrow heads, vocabulary 77, 3 layers": {
+                "head_dim": 8,
+                "vocab_size": 77,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "iquestcoder": (
+        BASE | {"head_dim": 16},
+        {
+            "plain": {},
+            "yarn, one KV head, tied": {
+                "rope_parameters": YARN,
+                "num_key_value_heads": 1,
+                "tie_word_embeddings": True,
+            },
+            "biases, wide heads, large base, vocabulary 77, 3 layers": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "head_dim": 24,
+                "vocab_size": 77,
+                "num_hidden_layers": 3,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
 }

@@ -55,6 +55,26 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_DENSE_DELTA = {name: value for name, value in _DELTA.items() if "expert" not in name}
+_DENSE_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "attention first, tied, biases, wide convolution": {
+        "layer_types": [FULL, LINEAR, FULL],
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "linear_conv_kernel_dim": 6,
+    },
+    "an interval of 2, whole heads rotated, one KV head, odd key heads": {
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0, "rope_theta": 500.0},
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 5,
+    },
+}
+
 MAMBA, ATTENTION = "mamba", "attention"  # names before transformers 5
 _GRANITE = BASE | {
     "head_dim": 16,
@@ -348,4 +368,5 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "lfm2_moe": (_LFM2, _LFM2_VARIANTS),
     "kimi_linear": (_KIMI, _KIMI_VARIANTS),
+    "qwen3_5_text": (_DENSE_DELTA, _DENSE_VARIANTS),
 }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.parity.dense_families import SCALED
+from tests.parity.dense_families import DENSE_FAMILIES, SCALED
 from tests.parity.fields import BASE, DYNAMIC, LLAMA3, YARN
 from tests.parity.hybrid_families import AS_PUBLISHED, FULL, HYBRID_FAMILIES, SLIDING
 from tests.parity.norm_families import NORM_FAMILIES
@@ -266,5 +266,11 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         NORM_FAMILIES["gemma4_text"][1],
         vision_config=None,
         audio_config=None,
+    ),
+    "qwen3_5": _wrapped(*STATE_FAMILIES["qwen3_5_text"], vision_config=_DEEP),
+    "exaone4_5": _wrapped(
+        DENSE_FAMILIES["exaone4"][0] | {"model_type": "exaone4"},
+        DENSE_FAMILIES["exaone4"][1],
+        vision_config=_SMALL | {"num_key_value_heads": 1, "out_hidden_size": 48},
     ),
 }

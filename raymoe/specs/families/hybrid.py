@@ -481,4 +481,10 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             sparse_layers="listed",
         ),
     ),
+    "qwen3_5_text": dataclasses.replace(
+        _GATED_DELTA,
+        architecture="Qwen3_5ForCausalLM",
+        rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
+        moe=None,
+    ),
 }

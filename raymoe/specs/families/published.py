@@ -94,27 +94,17 @@ def _llama4_text(config: dict[str, object], values: Mapping[str, object]) -> dic
     They also end before the temperature of layers without rotation begins to rise.
     """
     num_layers = _num_layers(values)
-    interval, step, chunk, period = (
+    step, chunk, period = (
         integer(name, values.get(name), minimum=1)
-        for name in (
-            "no_rope_layer_interval",
-            "interleave_moe_layer_step",
-            "attention_chunk_size",
-            "floor_scale",
-        )
+        for name in ("interleave_moe_layer_step", "attention_chunk_size", "floor_scale")
     )
-    rotated = values.get("no_rope_layers") or [
-        int((i + 1) % interval > 0) for i in range(num_layers)
-    ]
+    rotated = _rotated_layers(values, num_layers)
     sparse = values.get("moe_layers")
     if sparse is None:
         sparse = list(range(step - 1, num_layers, step))
-    if not isinstance(rotated, list) or len(rotated) < num_layers or not isinstance(sparse, list):
-        raise ConfigError(
-            f"no_rope_layers is {rotated!r:.100} and moe_layers {sparse!r:.100}; expected a list "
-            f"with a number for each of {num_layers} layers, and a list of layers"
-        )
-    kinds = [CHUNKED if is_rotated else FULL for is_rotated in rotated[:num_layers]]
+    if not isinstance(sparse, list):
+        raise ConfigError(f"moe_layers is {sparse!r:.100}; expected a list of layers")
+    kinds = [CHUNKED if is_rotated else FULL for is_rotated in rotated]
     if config.get("layer_types") not in (None, kinds):
         raise UnsupportedModelError(
             f"layer_types = {config['layer_types']!r:.100} is not supported with no_rope_layers = "
@@ -129,6 +119,41 @@ def _llama4_text(config: dict[str, object], values: Mapping[str, object]) -> dic
     config["max_position_embeddings"] = min(limit, chunk)
     for name in _LLAMA4_FIELDS:
         config.pop(name, None)
+    return config
+
+
+def _rotated_layers(values: Mapping[str, object], num_layers: int) -> list[object]:
+    """Whether each layer is rotated, as listed; all but every n-th where nothing is listed."""
+    interval = integer("no_rope_layer_interval", values.get("no_rope_layer_interval"), minimum=1)
+    rotated = values.get("no_rope_layers") or [
+        int((i + 1) % interval > 0) for i in range(num_layers)
+    ]
+    if not isinstance(rotated, list) or len(rotated) < num_layers:
+        raise ConfigError(
+            f"no_rope_layers is {rotated!r:.100}; expected a list with a number for each of "
+            f"{num_layers} layers"
+        )
+    return rotated[:num_layers]
+
+
+def _smollm3(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Layers that are not rotated are those that have a window, where windows are on."""
+    rotated = _rotated_layers(values, _num_layers(values))
+    has_windows = values.get("use_sliding_window") and values.get("sliding_window") is not None
+    config.pop("no_rope_layer_interval", None)
+    config["no_rope_layers"] = rotated
+    if config.get("layer_types") is None:
+        config["layer_types"] = [FULL if one or not has_windows else SLIDING for one in rotated]
+    return config
+
+
+def _exaone4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Layers without a window are rotated only in models that have no windows at all."""
+    pattern = config.pop("sliding_window_pattern", values.get("sliding_window_pattern"))
+    if config.get("layer_types") is None:
+        step = integer("sliding_window_pattern", pattern, minimum=1)
+        config["layer_types"] = _all_but_nth(step, _num_layers(values), FULL, SLIDING)
+    config["rotates_full_layers"] = values.get("sliding_window") is None
     return config
 
 
@@ -179,10 +204,12 @@ def _gated_delta(config: dict[str, object], values: Mapping[str, object]) -> dic
     step = config.pop("full_attention_interval", None)
     if config.get("layer_types") is None:
         step = 4 if step is None else integer("full_attention_interval", step, minimum=1)
-        config["layer_types"] = [
-            FULL if (i + 1) % step == 0 else LINEAR for i in range(_num_layers(values))
-        ]
+        config["layer_types"] = _all_but_nth(step, _num_layers(values), FULL, LINEAR)
     return config
+
+
+def _all_but_nth(step: int, num_layers: int, kind: str, others: str) -> list[str]:
+    return [kind if (i + 1) % step == 0 else others for i in range(num_layers)]
 
 
 def _granitemoehybrid(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
@@ -345,12 +372,15 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "exaone4": _exaone4,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
     "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _gated_delta,
+    "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
+    "smollm3": _smollm3,
     "step3p5": _step3p5,
 }

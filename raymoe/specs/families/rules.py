@@ -305,7 +305,12 @@ def used_fields(family: Family) -> frozenset[str]:
     if family.windowed_layers in {"from_max", "even_below_max"}:
         used |= {"max_window_layers"}
     rope = family.rope
-    for name in (rope.rotates_full_layers, rope.rotates_dense_layers, rope.windowed_theta):
+    for name in (
+        rope.rotates_full_layers,
+        rope.rotates_dense_layers,
+        rope.rotated_layers,
+        rope.windowed_theta,
+    ):
         used |= {name} if isinstance(name, str) else set()
     if family.full_head_dim is not None:
         used |= {"per_layer_config"}

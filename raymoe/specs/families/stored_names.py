@@ -617,4 +617,17 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
             ),
         ),
     ),
+    "qwen3_5_text": (_QWEN3_5,),
+    "glm4": (
+        Naming(
+            renamed={
+                "attention_result_norm.": "post_self_attn_layernorm.",
+                "ffn_result_norm.": "post_mlp_layernorm.",
+            },
+            fused=(_gate_and_up("mlp.", "mlp."),),
+        ),
+    ),
+    "olmo2": (Naming(renamed=RESULT_NORMS),),
+    "exaone4": (Naming(renamed=RESULT_NORMS),),
+    "hunyuan_v1_dense": (_HUNYUAN,),
 }

@@ -93,6 +93,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("thinker.model.language_model.", "thinker."),
         ),
     ),
+    "qwen3_5": Wrapper(
+        architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        texts=("qwen3_5_text",),
+    ),
+    "exaone4_5": Wrapper(
+        architectures=("Exaone4_5_ForConditionalGeneration",),
+        texts=("exaone4", "exaone4_5_text"),
+    ),
 }
 # Parts of names of tensors that no text needs.
 MEDIA_TENSORS = (
