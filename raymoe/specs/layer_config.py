@@ -103,7 +103,9 @@ def _all_but_nth(step: int, num_layers: int) -> list[bool]:
 
 
 def _named_layers(fields: ConfigFields, num_layers: int, slides: list[bool]) -> list[bool]:
-    kinds = (*fields.family.full_layer_types, SLIDING)
+    recurrent = fields.family.recurrent
+    states = () if recurrent is None else (recurrent.layer_type,)
+    kinds = (*fields.family.full_layer_types, *states, SLIDING)
     named = _kinds(fields.layer_types, "layer_types", kinds, num_layers)
     if not fields.family.has_layer_types and named != slides:
         raise UnsupportedModelError(
@@ -193,7 +195,7 @@ def parse_layers(
 ) -> tuple[LayerSpec, ...]:
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     states = _recurrent_layers(fields, num_layers)
-    windows = layer_windows(fields, num_layers) if states is None else (None,) * num_layers
+    windows = layer_windows(fields, num_layers)
     recurrent = _recurrent(fields)
     heads, ropes = _heads_by_layer(fields, num_layers), _Ropes(fields, parse_rope)
     moe, rule = _moe(fields), fields.family.moe
@@ -244,7 +246,8 @@ def _recurrent_layers(fields: ConfigFields, num_layers: int) -> list[bool] | Non
     rule = fields.family.recurrent
     if rule is None:
         return None
-    kinds = (*fields.family.full_layer_types, rule.layer_type)
+    windowed = () if fields.family.windowed_layers == "none" else (SLIDING,)
+    kinds = (*fields.family.full_layer_types, *windowed, rule.layer_type)
     states = _kinds(fields.layer_types, "layer_types", kinds, num_layers)
     if all(states):
         raise UnsupportedModelError(

@@ -90,6 +90,12 @@ FAMILY_CONFIGS = {
     "hunyuan_v1_dense": "HunYuanDenseV1Config",
     "internlm3": "InternLM3Config",
     "iquestcoder": "IQuestCoderConfig",
+    "cohere": "CohereConfig",
+    "cohere2": "Cohere2Config",
+    "cohere_compass_text": "CohereCompassTextConfig",
+    "cohere_compass": "CohereCompassConfig",
+    "lfm2": "Lfm2Config",
+    "lfm3": "Lfm3Config",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

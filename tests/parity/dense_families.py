@@ -9,6 +9,8 @@ SCALED = YARN | {"original_max_position_embeddings": 40, "llama_4_scaling_beta":
 SCALED |= {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}
 _GRANITE = BASE | {"attention_multiplier": 0.3, "logits_scaling": 2.0}
 _PHI = BASE | {"original_max_position_embeddings": 256}
+_COHERE = BASE | {"logit_scale": 0.25}
+_COMPASS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 DENSE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen2": (
@@ -287,6 +289,69 @@ DENSE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "vocab_size": 77,
                 "num_hidden_layers": 3,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "cohere": (
+        _COHERE,
+        {
+            "plain": {},
+            "dynamic rope, biases, untied, as many KV heads as heads": {
+                "rope_parameters": DYNAMIC,
+                "max_position_embeddings": 48,
+                "attention_bias": True,
+                "tie_word_embeddings": False,
+                "num_key_value_heads": None,
+            },
+            "wide heads, one KV head, large epsilon, 3 layers": {
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "layer_norm_eps": 1e-2,
+                "num_hidden_layers": 3,
+            },
+        },
+    ),
+    "cohere2": (
+        _COHERE | {"sliding_window": 9, "num_hidden_layers": 5},
+        {
+            "plain": {},
+            "every second layer full, biases, untied": {
+                "sliding_window_pattern": 2,
+                "attention_bias": True,
+                "tie_word_embeddings": False,
+            },
+            "layer types, linear rope, a long window, one KV head": {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "num_hidden_layers": 2,
+                "rope_parameters": LINEAR,
+                "sliding_window": 40,
+                "num_key_value_heads": 1,
+            },
+        },
+    ),
+    "cohere_compass_text": (
+        _COHERE
+        | {
+            "sliding_window": 9,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"sliding_attention": _COMPASS, "full_attention": None},
+        },
+        {
+            "plain": {},
+            "all layers rotated, no scale, untied, biases": {
+                "rope_parameters": {
+                    "sliding_attention": _COMPASS,
+                    "full_attention": YARN | {"rope_theta": 5e5},
+                },
+                "logit_scale": None,
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+            },
+            "only full layers, none rotated, one KV head": {
+                "layer_types": None,
+                "rope_parameters": {"full_attention": None},
+                "num_key_value_heads": 1,
             },
         },
     ),

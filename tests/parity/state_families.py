@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.parity.fields import BASE
-from tests.parity.hybrid_families import AS_PUBLISHED
+from tests.parity.hybrid_families import AS_PUBLISHED, SLIDING
 
 FULL, LINEAR = "full_attention", "linear_attention"
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
@@ -131,6 +131,58 @@ _LFM2_VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": [CONV, FULL, FULL, CONV],
         "num_dense_layers": 3,
         "conv_bias": True,
+    },
+}
+
+_LFM2_DENSE = {
+    name: value
+    for name, value in _LFM2.items()
+    if "expert" not in name and name != "num_dense_layers"
+}
+_LFM2_DENSE_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "width as written, wide convolution with biases, tied": {
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 72,
+        "conv_L_cache": 7,
+        "conv_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "width multiplied, layers by their numbers, one KV head": {
+        "block_ffn_dim_multiplier": 1.3,
+        "block_multiple_of": 8,
+        "layer_types": None,
+        "full_attn_idxs": [0, 2],
+        "num_key_value_heads": 1,
+    },
+}
+_LFM3 = BASE | {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "sliding_window": 9,
+    "tie_word_embeddings": False,
+}
+_LFM3_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows first, a convolution of 3 with biases, biases, tied": {
+        "layer_types": [SLIDING, SLIDING, CONV, FULL],
+        "num_hidden_layers": 4,
+        "conv_L_cache": 3,
+        "conv_bias": True,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "other ropes, wide heads, one KV head, a long window": {
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+            FULL: {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+        "layer_types": [CONV, FULL, SLIDING],
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "num_key_value_heads": 1,
+        "sliding_window": 40,
+        "norm_eps": 1e-2,
     },
 }
 
@@ -369,4 +421,6 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "lfm2_moe": (_LFM2, _LFM2_VARIANTS),
     "kimi_linear": (_KIMI, _KIMI_VARIANTS),
     "qwen3_5_text": (_DENSE_DELTA, _DENSE_VARIANTS),
+    "lfm2": (_LFM2_DENSE, _LFM2_DENSE_VARIANTS),
+    "lfm3": (_LFM3, _LFM3_VARIANTS),
 }

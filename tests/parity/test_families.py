@@ -19,7 +19,8 @@ NUM_LONG, CHUNK = 8192, 1030  # chunks do not divide it
 # Families of kinds that others show.
 OF_SHOWN_KINDS = {
     *("glm4", "olmo2", "seed_oss", "ernie4_5", "exaone4", "hunyuan_v1_dense", "internlm3"),
-    *("iquestcoder", "qwen3_5", "exaone4_5"),
+    *("iquestcoder", "qwen3_5", "exaone4_5", "cohere", "cohere2", "cohere_compass_text"),
+    *("cohere_compass", "lfm2"),
 }
 PLAIN = {c.name for c in first_of_each_family() if c.family not in OF_SHOWN_KINDS}
 # Of each kind of layer one, with rows of every length; of other families a few rows.

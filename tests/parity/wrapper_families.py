@@ -273,4 +273,5 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         DENSE_FAMILIES["exaone4"][1],
         vision_config=_SMALL | {"num_key_value_heads": 1, "out_hidden_size": 48},
     ),
+    "cohere_compass": _wrapped(*DENSE_FAMILIES["cohere_compass_text"], vision_config=_DEEP),
 }

@@ -65,6 +65,41 @@ _GATED_DELTA = Family(
         sparse_layers="stepped",
     ),
 )
+_SHORT_CONV = RecurrentRule(
+    kind="short_conv",
+    layer_type="conv",
+    num_key_heads=1,
+    num_heads=1,
+    key_dim=0,
+    value_dim="hidden_size",
+    conv_width="conv_L_cache",
+    conv_bias="conv_bias",
+    bias="conv_bias",
+)
+_SHORT_CONV_NAMES = (("mlp.", "feed_forward."), ("linear_attn.", "conv."))
+_COHERE = Family(
+    architecture="CohereForCausalLM",
+    fixed={"use_qk_norm": (False, None)},  # of Command-R+: layer norms with a weight for each head
+    rope=RopeRule(is_interleaved=True),
+    norm="layer",
+    norm_eps="layer_norm_eps",
+    norms=NormLayout(before_ffn=False),
+    is_parallel=True,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    logit_scale="logit_scale",
+)
+_COHERE2 = dataclasses.replace(
+    _COHERE,
+    architecture="Cohere2ForCausalLM",
+    defaults={"sliding_window_pattern": 4},
+    ignored=frozenset({"cache_implementation"}),
+    fixed={},
+    rope=RopeRule(is_interleaved=True, rotates_full_layers=False),
+    windowed_layers="all_but_nth",
+    window_step="sliding_window_pattern",
+    has_layer_types=True,
+)
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _GATED_DELTA,
     "qwen3_5_moe_text": dataclasses.replace(
@@ -184,18 +219,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         norm_eps="norm_eps",
         qk_norm="head",
         has_layer_types=True,
-        recurrent=RecurrentRule(
-            kind="short_conv",
-            layer_type="conv",
-            num_key_heads=1,
-            num_heads=1,
-            key_dim=0,
-            value_dim="hidden_size",
-            conv_width="conv_L_cache",
-            conv_bias="conv_bias",
-            bias="conv_bias",
-        ),
-        module_names=(("mlp.", "feed_forward."), ("linear_attn.", "conv.")),
+        recurrent=_SHORT_CONV,
+        module_names=_SHORT_CONV_NAMES,
         moe=MoeRule(
             num_experts="num_experts",
             expert_hidden="moe_intermediate_size",
@@ -486,5 +511,57 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3_5ForCausalLM",
         rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
         moe=None,
+    ),
+    "cohere": _COHERE,
+    "cohere2": _COHERE2,
+    "cohere_compass_text": dataclasses.replace(
+        _COHERE2,
+        architecture="CohereCompassForCausalLM",
+        ignored=frozenset({"pooling"}),  # of embeddings
+        rope=RopeRule(
+            is_by_layer_type=True, rotates_full_layers="rotates_full_layers", has_sections=True
+        ),
+    ),
+    "lfm2": Family(
+        architecture="Lfm2ForCausalLM",
+        aliases={"tie_embedding": "tie_word_embeddings"},
+        fixed={"hidden_act": ("silu",)},
+        activation="silu",
+        norm_eps="norm_eps",
+        qk_norm="head",
+        has_layer_types=True,
+        recurrent=_SHORT_CONV,
+        module_names=_SHORT_CONV_NAMES,
+    ),
+    "lfm3": Family(
+        architecture="Lfm3ForCausalLM",
+        fixed={
+            "hidden_act": ("silu",),
+            "use_attention_gate": (True,),
+            "use_sandwich_norm": (True,),
+        },
+        activation="silu",
+        rope=RopeRule(
+            is_by_layer_type=True,
+            parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+        ),
+        norm_eps="norm_eps",
+        norms=NormLayout(after_attention=True, after_ffn=True),
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gate="sigmoid",
+        gate_granularity="use_attention_gate",
+        windowed_layers="named",
+        has_layer_types=True,
+        recurrent=_SHORT_CONV,
+        module_names=_SHORT_CONV_NAMES,
     ),
 }

@@ -157,6 +157,68 @@ def _exaone4(config: dict[str, object], values: Mapping[str, object]) -> dict[st
     return config
 
 
+def _cohere2(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    hidden_size, num_heads = (
+        integer(name, values.get(name), minimum=1)
+        for name in ("hidden_size", "num_attention_heads")
+    )
+    _remove(config, {"head_dim": hidden_size // num_heads}, "this model_type")
+    return config
+
+
+def _cohere_compass(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Layers of a type whose rope parameters are null are not rotated."""
+    if config.get("layer_types") is None:
+        config["layer_types"] = [FULL] * _num_layers(values)
+    ropes = config.get("rope_parameters")
+    config["rotates_full_layers"] = (
+        not isinstance(ropes, Mapping) or ropes.get(FULL, ()) is not None
+    )
+    if config.get("logit_scale") is None:
+        config["logit_scale"] = 1.0
+    return _cohere2(config, values)
+
+
+def _lfm2(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Compute the width of networks and the kinds of layers as the class and its model do."""
+    adjusts, multiplier, multiple = (values.get(name) for name in _LFM2_ADJUSTMENTS)
+    written = config.get("block_ff_dim", values.get("intermediate_size"))
+    width = integer("intermediate_size", written, minimum=1)
+    if adjusts:
+        width = 2 * width // 3
+        if multiplier is not None:
+            if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
+                raise ConfigError(f"block_ffn_dim_multiplier is {multiplier!r:.100}")
+            multiple = integer("block_multiple_of", multiple, minimum=1)
+            width = -(-int(multiplier * width) // multiple) * multiple
+    config["intermediate_size"] = width
+    layers = range(_num_layers(values))
+    full = values.get("full_attn_idxs")
+    if config.get("layer_types") is None:
+        full = layers if full is None else full
+        if not isinstance(full, list | range):
+            raise ConfigError(f"full_attn_idxs is {full!r:.100}; expected a list of layers")
+        config["layer_types"] = [FULL if i in full else CONV for i in layers]
+    for name in ("block_ff_dim", "full_attn_idxs", *_LFM2_ADJUSTMENTS):
+        config.pop(name, None)
+    return config
+
+
+CONV = "conv"
+_LFM2_ADJUSTMENTS = (
+    "block_auto_adjust_ff_dim",
+    "block_ffn_dim_multiplier",
+    "block_multiple_of",
+)
+
+
+def _lfm3(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    if config.get("layer_types") is None:
+        kinds = (SLIDING, CONV, FULL, CONV)
+        config["layer_types"] = [kinds[i % 4] if i else CONV for i in range(_num_layers(values))]
+    return config
+
+
 CHUNKED = "chunked_attention"
 _LLAMA4_FIELDS = (
     *("attention_chunk_size", "attn_scale", "attn_temperature_tuning", "floor_scale"),
@@ -372,9 +434,13 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "cohere2": _cohere2,
+    "cohere_compass_text": _cohere_compass,
     "exaone4": _exaone4,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
+    "lfm2": _lfm2,
+    "lfm3": _lfm3,
     "llama4_text": _llama4_text,
     "mimo_v2_flash": _mimo_v2_flash,
     "nemotron_h": _nemotron_h,

@@ -421,6 +421,19 @@ _LFM2 = Naming(
     ),
 )
 
+_LFM3 = replace(
+    _LFM2,
+    renamed={
+        **{
+            ours: theirs
+            for ours, theirs in (_LFM2.renamed or {}).items()
+            if not ours.startswith("self_attn.")
+        },
+        "attention_result_norm.": "post_operator_norm.",
+        "ffn_result_norm.": "post_ffn_norm.",
+    },
+)
+
 _MINIMAX_BIAS = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}
 _MINIMAX_M2 = Naming(renamed={**_MIXTRAL_EXPERTS, **_MINIMAX_BIAS, "mlp.": "block_sparse_moe."})
 _MINIMAX_M3_MODULE = {
@@ -630,4 +643,9 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "olmo2": (Naming(renamed=RESULT_NORMS),),
     "exaone4": (Naming(renamed=RESULT_NORMS),),
     "hunyuan_v1_dense": (_HUNYUAN,),
+    "lfm2": (_LFM2,),
+    "lfm3": (
+        replace(_LFM3, renamed={**(_LFM3.renamed or {}), "self_attn.g_": "self_attn.gate_"}),
+        _LFM3,
+    ),
 }

@@ -101,6 +101,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
         architectures=("Exaone4_5_ForConditionalGeneration",),
         texts=("exaone4", "exaone4_5_text"),
     ),
+    "cohere_compass": Wrapper(
+        architectures=("CohereCompassForConditionalGeneration",), texts=("cohere_compass_text",)
+    ),
 }
 # Parts of names of tensors that no text needs.
 MEDIA_TENSORS = (
