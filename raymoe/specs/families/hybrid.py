@@ -525,6 +525,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "lfm2": Family(
         architecture="Lfm2ForCausalLM",
         aliases={"tie_embedding": "tie_word_embeddings"},
+        ignored=frozenset({"num_heads"}),  # repeats num_attention_heads
         fixed={"hidden_act": ("silu",)},
         activation="silu",
         norm_eps="norm_eps",

@@ -13,6 +13,7 @@ from tests.parity.configurations import FAMILY_CONFIGS, TEXT_CONFIGS, model_clas
 
 # Fields without which the defaults of a class make no model.
 NEEDED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": None}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
