@@ -272,6 +272,8 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         DENSE_FAMILIES["exaone4"][0] | {"model_type": "exaone4"},
         DENSE_FAMILIES["exaone4"][1],
         vision_config=_SMALL | {"num_key_value_heads": 1, "out_hidden_size": 48},
+        image_token_id=997,  # beyond the vocabulary
+        video_token_id=998,
     ),
     "cohere_compass": _wrapped(*DENSE_FAMILIES["cohere_compass_text"], vision_config=_DEEP),
 }
