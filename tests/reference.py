@@ -50,7 +50,9 @@ def reference_routing(
     if router.logit_softcap is not None:
         logits_TE = (logits_TE / router.logit_softcap).tanh() * router.logit_softcap
     scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
+    choice_TE = logits_TE if router.chooses_by_logits else scores_TE
+    if selection_bias_E is not None:
+        choice_TE = choice_TE + selection_bias_E
     if router.num_groups > 1:
         size = moe.num_experts // router.num_groups
         grouped_TGX = choice_TE.clone().view(len(choice_TE), router.num_groups, size)

@@ -552,6 +552,7 @@ def route(
     weights_TK: Tensor,
     *,
     is_sigmoid: bool = False,
+    chooses_by_logits: bool = False,
     renormalizes: bool = True,
     min_sum: float = 0.0,
     added_sum: float = 0.0,
@@ -562,13 +563,15 @@ def route(
     """Choose the experts of each token from its logits, as `model.feed_forward.choose_experts`.
 
     Args:
-        bias_E: float32, added to the scores for the choice alone.
+        bias_E: float32, added for the choice alone: to the scores, or to the logits.
         ids_TK: int32; receives the ids, and `weights_TK`, float32, the weights.
         groups: How many there are and how many remain.
         sums_two: Whether the score of a group is the sum of its two best instead of its best.
     """
     (num_tokens, num_experts), top_k = logits_TE.shape, ids_TK.shape[1]
     group_size, has_sum = num_experts // groups[0], min_sum + added_sum > 0
+    # Scores have the order of logits, but are equal for more of them.
+    needs_scores = bias_E is not None or groups[0] > 1 or (has_sum and not is_sigmoid)
     return Launch(
         kernel=route_kernel,
         grid=(num_tokens,),
@@ -588,8 +591,7 @@ def route(
             "SUMS_TWO": sums_two,
             "TOP_K": top_k,
             "IS_SIGMOID": is_sigmoid,
-            # Scores have the order of logits, but are equal for more of them.
-            "BY_SCORES": bias_E is not None or groups[0] > 1 or (has_sum and not is_sigmoid),
+            "BY_SCORES": needs_scores and not chooses_by_logits,
             "HAS_BIAS": bias_E is not None,
             "RENORMALIZES": renormalizes,
             "MIN_SUM": float(min_sum),

@@ -42,7 +42,8 @@ def choose_experts(
 
     Args:
         logits_TE: float32, float16 or bfloat16; scores and weights are float32.
-        selection_bias_E: Added to the scores for the choice alone; None if the router has none.
+        selection_bias_E: Added to the scores, or to the logits where the router chooses by these,
+            for the choice alone; None if the router has none.
         out: Receives the result; rows may be strided.
     """
     router = moe.router
@@ -69,6 +70,7 @@ def _choose_in_one_launch(
         selection_bias_E,
         *out,
         is_sigmoid=router.scoring == "sigmoid",
+        chooses_by_logits=router.chooses_by_logits,
         renormalizes=router.renormalize,
         min_sum=router.min_weight_sum,
         added_sum=router.added_weight_sum,
@@ -94,9 +96,11 @@ def _choose(logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None) ->
         return _routing(routing.topk_ids_TK, routing.topk_weights_TK * router.scale)
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
-    if selection_bias_E is None and router.num_groups == 1 and router.scoring == "sigmoid":
-        choice_TE = logits_TE  # in the same order, and sigmoids of large ones are equal
+    # Logits and their sigmoids have the same order, but sigmoids of large ones are equal.
+    is_sorted = selection_bias_E is None and router.num_groups == 1 and router.scoring == "sigmoid"
+    choice_TE = logits_TE if is_sorted or router.chooses_by_logits else scores_TE
+    if selection_bias_E is not None:
+        choice_TE = choice_TE + selection_bias_E
     if router.num_groups > 1:
         choice_TE = _without_other_groups(choice_TE, router)
     ids_TK = _largest(choice_TE, moe.top_k)

@@ -546,6 +546,7 @@ def _router(fields: ConfigFields, rule: RouterRule, num_experts: int) -> RouterS
         scale=fields.number_or(rule.scale),
         has_bias=rule.has_bias,
         has_selection_bias=fields.switch(rule.has_selection_bias),
+        chooses_by_logits=rule.chooses_by_logits,
         jitter=fields.number_or(rule.jitter),
         has_input_norm=rule.has_input_norm,
         scales_input=rule.scales_input,

@@ -404,6 +404,7 @@ class RouterSpec:
     scale: float = 1.0  # final factor of the weights
     has_bias: bool = False  # a bias of the logits
     has_selection_bias: bool = False  # a bias of the scores that affects only the choice
+    chooses_by_logits: bool = False  # whether that bias is added to the logits instead
     num_groups: int = 1
     top_groups: int = 1  # groups that remain
     # Score of a group: its best expert, or the sum of its two best; None with one group.

@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 
+from tests.parity.combined_families import COMBINED_FAMILIES
 from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.hybrid_families import HYBRID_FAMILIES
 from tests.parity.latent_families import LATENT_FAMILIES
@@ -96,6 +97,7 @@ FAMILY_CONFIGS = {
     "cohere_compass": "CohereCompassConfig",
     "lfm2": "Lfm2Config",
     "lfm3": "Lfm3Config",
+    "kolibri1": "Kolibri1Config",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -149,6 +151,7 @@ _FAMILIES = {
     **DENSE_FAMILIES,
     **WRAPPER_FAMILIES,
     **STATE_FAMILIES,
+    **COMBINED_FAMILIES,
 }
 CONFIGURATIONS = [
     Configuration(

@@ -234,7 +234,8 @@ def _choices(
         choice_TE = logits_TE  # sorted as their softmax is, without its tiny differences
     else:
         scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        choice_TE = logits_TE if router.chooses_by_logits else scores_TE
+        choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
     if router.top_groups < router.num_groups:
         grouped_TGX = choice_TE.unflatten(1, (router.num_groups, -1))
         score_TG = grouped_TGX.topk(1 if router.group_score == "max" else 2).values.sum(-1)

@@ -565,4 +565,25 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         recurrent=_SHORT_CONV,
         module_names=_SHORT_CONV_NAMES,
     ),
+    "kolibri1": Family(
+        architecture="Kolibri1ForCausalLM",
+        was_published_with_code=True,
+        rope=RopeRule(rotates_full_layers=False),
+        norms=NormLayout(after_attention=True, after_ffn=True),
+        qk_norm="head",
+        windowed_layers="all_but_nth",
+        window_step=5,
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(
+                scoring="sigmoid",
+                renormalize="norm_topk_prob",
+                has_selection_bias=True,
+                chooses_by_logits=True,
+            ),
+            shared=SharedRule(hidden="shared_expert_intermediate_size"),
+        ),
+    ),
 }

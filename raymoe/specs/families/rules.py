@@ -96,6 +96,7 @@ class RouterRule:
     scale: float | FieldName = 1.0
     has_bias: bool = False
     has_selection_bias: bool | FieldName = False
+    chooses_by_logits: bool = False  # as in `RouterSpec`
     # How groups are compared, in families that have `n_group` and `topk_group`.
     group_score: GroupScore | None = None
     # Field that says whether there are groups, as in DeepSeek-V2; None: there always are.

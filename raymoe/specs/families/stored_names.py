@@ -465,6 +465,22 @@ _MINIMAX_M3_MIXED = Naming(
     fused=(_gate_and_up("block_sparse_moe.shared_experts.", "mlp.shared_expert."),),
 )
 
+_KOLIBRI_MODULES = Naming(
+    renamed={
+        **_SHARED,
+        ATTENTION_RESULT_NORM: "post_self_attn_layernorm",
+        FFN_RESULT_NORM: "post_mlp_layernorm",
+    }
+)
+_KOLIBRI = Naming(
+    renamed={
+        **_SHARED,
+        "mlp.gate.e_score_correction_bias": "moe.router.expert_bias",
+        ATTENTION_RESULT_NORM: "post_attn_norm",
+        FFN_RESULT_NORM: "post_ffn_norm",
+    }
+)
+
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "qwen3_next": (_QWEN3_NEXT,),
     "qwen3_5_moe_text": (_QWEN3_5,),
@@ -648,4 +664,5 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         replace(_LFM3, renamed={**(_LFM3.renamed or {}), "self_attn.g_": "self_attn.gate_"}),
         _LFM3,
     ),
+    "kolibri1": (_KOLIBRI, _KOLIBRI_MODULES),
 }

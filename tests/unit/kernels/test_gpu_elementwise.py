@@ -247,6 +247,7 @@ ROUTERS = {
     "sigmoid as it is": RouterSpec(scoring="sigmoid", renormalize=False),
     "softmax with a floor": RouterSpec(min_weight_sum=0.4),
     "sigmoid with a larger sum": RouterSpec(scoring="sigmoid", added_weight_sum=0.3),
+    "sigmoid chosen by logits": RouterSpec(scoring="sigmoid", chooses_by_logits=True),
 }
 
 

@@ -51,6 +51,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granitemoe", GROUPED | {"num_local_experts": 6}),
     "gpt-oss": ("gpt_oss", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "dbrx": ("dbrx", DBRX),
+    "kolibri": (
+        "kolibri1",
+        GROUPED
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -58,7 +64,8 @@ def route(moe: MoeSpec, logits_TE: Tensor, selection_E: Tensor | None) -> tuple[
     """Experts and weights of each token, as `RouterSpec` says."""
     router: RouterSpec = moe.router
     scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if selection_E is None else scores_TE + selection_E
+    choice_TE = logits_TE if router.chooses_by_logits else scores_TE
+    choice_TE = choice_TE if selection_E is None else choice_TE + selection_E
     if router.num_groups > 1:
         grouped_TGX = choice_TE.unflatten(-1, (router.num_groups, -1))
         best = 1 if router.group_score == "max" else 2
