@@ -88,6 +88,8 @@ class WeightStore:
         location = self._locations[name]
         if location.quantised is not None:
             return self._stored_matrix(location)
+        if location.zeros is not None:
+            return torch.zeros(location.zeros, dtype=self.dtype)
         tensor = self.checkpoint.tensor(location.name)
         if location.shape is not None:
             tensor = tensor.view(location.shape)
@@ -196,7 +198,8 @@ def _check_types(checkpoint: Checkpoint, location: Location) -> None:
 
 def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype:
     sizes: Counter[str] = Counter()
-    for name in {location.name for location in locations if location.quantised is None}:
+    plain = (location for location in locations if location.quantised is None)
+    for name in {name for location in plain for name in location.tensor_names()}:
         entry = checkpoint.entry(name)
         sizes[entry.dtype] += entry.num_bytes
     return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32

@@ -11,6 +11,7 @@ from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import DENSE, SPARSE
 from raymoe.specs.families.rules import (
     ClampRule,
+    Family,
     MoeRule,
     RouterRule,
     SparseLayers,
@@ -24,6 +25,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    NormLayout,
     OutputGate,
     RecurrentSpec,
     RouterSpec,
@@ -232,13 +234,19 @@ def parse_layers(
                 attention=own,
                 ffn=ffn,
                 rope=rope,
-                norms=replace(family.norms, before_ffn=False) if i in bare else family.norms,
+                norms=_norms(family, is_sparse=is_sparse, is_bare=i in bare),
                 is_parallel=family.is_parallel,
                 has_norm_bias=family.has_norm_bias,
                 has_scalar=family.has_layer_scalars,
             )
         )
     return tuple(layers)
+
+
+def _norms(family: Family, *, is_sparse: bool, is_bare: bool) -> NormLayout:
+    if is_bare:
+        return replace(family.norms, before_ffn=False)
+    return family.sparse_norms if is_sparse and family.sparse_norms else family.norms
 
 
 def _recurrent_layers(fields: ConfigFields, num_layers: int) -> list[bool] | None:
@@ -470,19 +478,37 @@ class _Ropes:
     def __init__(self, fields: ConfigFields, parse: ParseRope) -> None:
         self._fields, self._rule = fields, fields.family.rope
         self._of_type = cache(parse)
-        name = self._rule.rotated_layers
-        self._rotated = None if name is None else fields.by_layer(name)
+        rotated, thetas = self._rule.rotated_layers, self._rule.thetas_by_layer
+        self._rotated = None if rotated is None else fields.by_layer(rotated)
+        self._thetas = None if thetas is None else fields.by_layer(thetas)
 
     def of(
         self,
-        layer: int,
+        i: int,
         window: int | None,
         attention: AnyAttentionSpec,
         *,
         is_sparse: bool,
     ) -> RopeSpec | None:
-        if self._rotated is not None and not self._rotated[layer]:
+        if self._rotated is not None and not self._rotated[i]:
             return None
+        rope = self._common(window, attention, is_sparse=is_sparse)
+        if self._thetas is None or rope is None:
+            return rope
+        theta = self._thetas[i]
+        if isinstance(theta, int | float) and not isinstance(theta, bool) and theta < MAX_NUMBER:
+            if theta == 0:
+                return None
+            if theta > 0:
+                return replace(rope, theta=float(theta))
+        raise ConfigError(
+            f"config.json: {self._rule.thetas_by_layer}[{i}] is {theta!r}; expected a positive "
+            "number, or 0 for no rotation"
+        )
+
+    def _common(
+        self, window: int | None, attention: AnyAttentionSpec, *, is_sparse: bool
+    ) -> RopeSpec | None:
         if window is not None:
             return self._of_type(SLIDING, attention)
         rotates_full = self._fields.switch(self._rule.rotates_full_layers)

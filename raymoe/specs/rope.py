@@ -38,6 +38,8 @@ class RopeRule:
     has_sections: bool = False
     # Whether a partial factor says which part of a query is rotated in latent attention.
     is_part_of_head: bool = False
+    # Field with a list of the base of each layer, 0 where it is not rotated; null: as elsewhere.
+    thetas_by_layer: str | None = None
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -47,6 +47,7 @@ class Location:
     # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
     # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
+    zeros: Shape | None = None  # its shape, if it is not stored because all of it is zero
 
     def pieces(self) -> dict[str, Piece]:
         """Stored tensors of a quantised weight by name; shapes are per expert."""
@@ -62,6 +63,8 @@ class Location:
         return {module + piece.suffix: piece for piece in _pieces(stored, shape)}
 
     def tensor_names(self) -> tuple[str, ...]:
+        if self.zeros is not None:
+            return ()
         return tuple(self.pieces()) or (self.name,)
 
 
@@ -173,7 +176,7 @@ def _mixed_layer(
         present = [column[name] for column in places if not column[name].absent(stored)]
         if not present:
             return None
-        chosen[name] = min(present, key=lambda place: any(place.other_shapes(stored)))
+        chosen[name] = min(present, key=lambda place: place.rank(stored))
         for tensor in chosen[name].shapes:
             users[tensor].add(name)
     for column in places:
@@ -199,6 +202,10 @@ class _Place:
             found = tuple(stored.get(name, shape))
             if found != shape and not self._has_same_numbers(name, found, shape):
                 yield name, shape
+
+    def rank(self, stored: Mapping[str, Shape]) -> tuple[bool, bool]:
+        """Sort places: of the right shape first, and those that store nothing last."""
+        return any(self.other_shapes(stored)), not self.shapes
 
     def _has_same_numbers(self, name: str, found: Shape, shape: Shape) -> bool:
         """Whether one number is stored in another shape, or one of all or two of each expert."""
@@ -244,6 +251,8 @@ class _LayerNames:
     def place(self, name: str, quantised: WeightFormat | None) -> _Place:
         number = _EXPERT_NUMBER.search(name)
         general = name if number is None else _EXPERT_NUMBER.sub(EXPERT, name)
+        if general in self._naming.zeros:
+            return _Place(Location(general, zeros=self._weights[name]), {})
         tensor = self._fused.get(general)
         if tensor is not None:
             expert = None if number is None else number[0]

@@ -98,6 +98,15 @@ FAMILY_CONFIGS = {
     "lfm2": "Lfm2Config",
     "lfm3": "Lfm3Config",
     "kolibri1": "Kolibri1Config",
+    "mellum": "MellumConfig",
+    "flint": "FlintConfig",
+    "granitemoe_swa": "GraniteMoeSWAConfig",
+    "granite_swa": "GraniteSWAConfig",
+    "sarvam_moe": "SarvamMoEConfig",
+    "sarvam_mla": "SarvamMLAConfig",
+    "axk1": "AXK1Config",
+    "youtu": "YoutuConfig",
+    "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3_Config",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -112,6 +121,8 @@ def model_class(config: transformers.PreTrainedConfig) -> type[transformers.PreT
     """The class that generates text; not every one is known to `AutoModelForCausalLM`."""
     known = transformers.AutoModelForImageTextToText._model_mapping
     if type(config) in known:
+        return known[type(config)]
+    if type(config) in (known := transformers.AutoModelForCausalLM._model_mapping):
         return known[type(config)]
     stem = type(config).__name__.removesuffix("Config")
     stem = stem.removesuffix("Text")

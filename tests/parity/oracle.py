@@ -172,6 +172,8 @@ class Gaps:
 
     def __enter__(self) -> "Gaps":
         head = self._model.get_output_embeddings()
+        if head is None:  # Nemotron-3 Omni holds a whole language model
+            head = self._model.language_model.get_output_embeddings()
         self._handles.append(head.register_forward_hook(self._after_head))
         for module in self._model.modules():
             if type(module).__name__.lower().endswith(ROUTERS):

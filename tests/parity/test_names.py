@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,7 +27,8 @@ from raymoe.memory.weights import WeightStore
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import Configuration, first_of_each_family
-from tests.parity.oracle import make_checkpoint
+from tests.parity.driver import generate, load_decoder
+from tests.parity.oracle import FEW_ROWS, make_checkpoint, make_reference
 
 Tensors = dict[str, Tensor]
 ROOTS = (
@@ -178,3 +179,26 @@ def test_names_of_modules_are_read(family: str, tmp_path: Path) -> None:
     config = (tmp_path / "saved" / "config.json").read_text()
     modules = write(tmp_path / "modules", renamed(model, []), config)
     assert not differing(read(modules), read(tmp_path / "saved"))
+
+
+def test_a_bias_that_is_not_stored_is_zero_and_norms_that_are_not_used_stay_unread(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of A.X-K1, as SK Telecom stores it."""
+    case = next(case for case in first_of_each_family() if case.family == "axk1")
+    model = make_checkpoint(case, tmp_path / "saved")
+    config = (tmp_path / "saved" / "config.json").read_text()
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in biases:
+        del tensors[name]
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.rand(model.config.hidden_size)
+    published = write(tmp_path / "published", tensors, config)
+    ours = read(published)
+    assert [bool(ours[name].any()) for name in biases] == [False] * 2
+    theirs = type(model).from_pretrained(
+        published, dtype=torch.float32, attn_implementation="eager"
+    )
+    reference = make_reference(theirs, case, FEW_ROWS)
+    tokens = generate(load_decoder(published), reference.prompts, FEW_ROWS.max_new_tokens)
+    assert tokens == reference.tokens

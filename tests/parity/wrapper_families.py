@@ -276,4 +276,11 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
         video_token_id=998,
     ),
     "cohere_compass": _wrapped(*DENSE_FAMILIES["cohere_compass_text"], vision_config=_DEEP),
+    "nemotron_h_omni": _wrapped(
+        STATE_FAMILIES["nemotron_h"][0] | {"model_type": "nemotron_h"},
+        STATE_FAMILIES["nemotron_h"][1],
+        vision_config=_LLAVA | {"image_size": 28, "patch_size": 14, "video_temporal_patch_size": 2},
+        vision_hidden_size=32,
+        projector_hidden_size=32,
+    ),
 }

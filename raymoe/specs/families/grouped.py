@@ -554,4 +554,22 @@ MOE_FAMILIES: Mapping[str, Family] = {
             sparse_layers="ranged",
         ),
     ),
+    "sarvam_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        was_published_with_code=True,
+        published_architectures=("SarvamMoEForCausalLM",),
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC
+        | {"moe_router_enable_expert_bias": (True,), "score_function": ("sigmoid",)}
+        | {"norm_head": (False,), "use_bias": (False,), "use_rmsnorm": (True,)},
+        rope=RopeRule(is_partial=True),
+        qk_norm="head",
+        qk_norm_switch="use_qk_norm",
+        qkv_bias="attention_bias",
+        module_names=(
+            ("self_attn.o_proj", "attention.dense"),
+            *((f"self_attn.{part}_proj", "attention.query_key_value") for part in "qkv"),
+        ),
+        moe=SIGMOID_EXPERTS,
+    ),
 }

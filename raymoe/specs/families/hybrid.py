@@ -30,6 +30,10 @@ def _ropes(full: tuple[float, float], sliding: tuple[float, float]) -> Mapping[s
     }
 
 
+_GRANITE = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+# transformers slides by `layer_types` alone, whatever this field says.
+_SLIDES = {"use_sliding_window": (True, None)}
+
 _AFTER_SILU = ClampRule(limit="swiglu_limits", offset=0.0, is_after_activation=True)
 _OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
 
@@ -136,7 +140,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             expert_hidden="intermediate_size",
             shared=SharedRule(hidden="shared_intermediate_size"),
         ),
-        multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        multipliers=_GRANITE,
     ),
     "nemotron_h": Family(
         architecture="NemotronHForCausalLM",
@@ -568,6 +572,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "kolibri1": Family(
         architecture="Kolibri1ForCausalLM",
         was_published_with_code=True,
+        fixed=_SLIDES,
         rope=RopeRule(rotates_full_layers=False),
         norms=NormLayout(after_attention=True, after_ffn=True),
         qk_norm="head",
@@ -585,5 +590,71 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             ),
             shared=SharedRule(hidden="shared_expert_intermediate_size"),
         ),
+    ),
+    "mellum": Family(
+        architecture="MellumForCausalLM",
+        defaults={"first_k_dense_replace": 0},
+        ignored=TRAINING_FIELDS | {"max_window_layers", "mtp_layer_types", "mtp_mlp_layer_types"},
+        fixed=_SLIDES,
+        rope=RopeRule(is_by_layer_type=True, parameters=_ropes((500_000.0, 1.0), (10_000.0, 1.0))),
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windowed_layers="named",
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(renormalize="norm_topk_prob"),
+            sparse_layers="listed",
+        ),
+    ),
+    "flint": Family(
+        architecture="FlintForCausalLM",
+        was_published_with_code=True,
+        fixed=_SLIDES,
+        rope=RopeRule(rotates_full_layers=False),
+        norm="rms_float32",
+        qk_norm="head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        sinks="all",
+        windowed_layers="named",
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_experts",
+            expert_hidden="moe_intermediate_size",
+            router=RouterRule(scoring="sigmoid", renormalize="norm_topk_prob"),
+            shared=SharedRule(hidden="shared_expert_intermediate_size"),
+            sparse_layers="stepped",
+        ),
+    ),
+    "granitemoe_swa": Family(
+        architecture="GraniteMoeSWAForCausalLM",
+        rope=RopeRule(thetas_by_layer="layer_rope_theta"),
+        scale="attention_multiplier",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        sinks="all",
+        windowed_layers="named",
+        has_layer_types=True,
+        moe=MoeRule(
+            num_experts="num_local_experts",
+            expert_hidden="intermediate_size",
+            shared=SharedRule(hidden="shared_intermediate_size"),
+        ),
+        multipliers=_GRANITE,
+    ),
+    "granite_swa": Family(
+        architecture="GraniteSWAForCausalLM",
+        rope=RopeRule(thetas_by_layer="layer_rope_theta"),
+        scale="attention_multiplier",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        sinks="all",
+        windowed_layers="named",
+        has_layer_types=True,
+        multipliers=_GRANITE,
     ),
 }

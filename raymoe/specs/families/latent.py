@@ -14,6 +14,7 @@ from raymoe.specs.families.rules import (
     RouterRule,
     mistral_yarn,
 )
+from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
 
 # Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
@@ -121,5 +122,39 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
         qkv_bias="attention_bias",
         moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+    "sarvam_mla": Family(
+        architecture="DeepseekV3ForCausalLM",
+        was_published_with_code=True,
+        published_architectures=("SarvamMLAForCausalLM",),
+        # The published head_dim is the width of the cache; nothing reads it, nor q_head_dim.
+        ignored=TRAINING_FIELDS | {"head_dim", "q_head_dim"},
+        fixed=NOAUX_TC | {"moe_router_enable_expert_bias": (True,), "score_function": ("sigmoid",)},
+        rope=RopeRule(is_interleaved=True),
+        rope_fields=("rope_interleave",),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        moe=SIGMOID_EXPERTS,
+    ),
+    "axk1": Family(
+        architecture="AXK1ForCausalLM",
+        was_published_with_code=True,
+        ignored=TRAINING_FIELDS,
+        fixed=NOAUX_TC,
+        rope=RopeRule(is_interleaved=True),
+        rope_fields=("rope_interleave",),
+        sparse_norms=NormLayout(after_ffn=True),
+        is_latent=True,
+        qkv_bias="attention_bias",
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+    "youtu": Family(
+        architecture="YoutuForCausalLM",
+        was_published_with_code=True,
+        ignored=frozenset({"embedding_initializer_range"}),
+        rope=RopeRule(is_interleaved=True),
+        rope_fields=("rope_interleave",),
+        is_latent=True,
+        qkv_bias="attention_bias",
     ),
 }

@@ -368,6 +368,37 @@ def _kimi_linear(config: dict[str, object], values: Mapping[str, object]) -> dic
     return config
 
 
+def _flint(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Full attention in the first two layers, every fourth and the last, where none is named."""
+    last = _num_layers(values) - 1
+    if config.get("layer_types") is None:
+        config["layer_types"] = [
+            FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)
+        ]
+    if config.get("mlp_only_layers") is None:
+        config["mlp_only_layers"] = [0, 1]
+    return config
+
+
+def _granite_swa(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    if config.get("layer_types") is None:
+        config["layer_types"] = [SLIDING if i % 4 else FULL for i in range(_num_layers(values))]
+    return config
+
+
+def _sarvam_mla(config: dict[str, object], _: Mapping[str, object]) -> dict[str, object]:
+    """The name `deepseek_yarn` stands for yarn; such a scaling takes precedence."""
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, Mapping) and "deepseek_yarn" in (
+        scaling.get("type"),
+        scaling.get("rope_type"),
+    ):
+        del config["rope_scaling"]
+        plain = {name: value for name, value in scaling.items() if name != "type"}
+        config["rope_parameters"] = plain | {"rope_type": "yarn"}
+    return config
+
+
 _KIMI_SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -449,4 +480,8 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "qwen3_next": _gated_delta,
     "smollm3": _smollm3,
     "step3p5": _step3p5,
+    "flint": _flint,
+    "granite_swa": _granite_swa,
+    "granitemoe_swa": _granite_swa,
+    "sarvam_mla": _sarvam_mla,
 }

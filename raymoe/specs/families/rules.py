@@ -193,8 +193,9 @@ class Family:
     rope_fields: tuple[FieldName, ...] = ()  # fields of the rope, in addition to `ROPE_FIELDS`
     activation: str | None = None  # whatever `hidden_act` says
     norm: NormKind = "rms"  # kind of all norms but those of latents
-    # Where layers have norms of the hidden state.
+    # Where layers have norms of the hidden state, and those with experts if they differ.
     norms: NormLayout = field(default_factory=NormLayout)
+    sparse_norms: NormLayout | None = None
     norm_eps: float | FieldName = "rms_norm_eps"
     rms_norm_eps: FieldName | None = None  # if it is set, these norms are RMS norms with it
     is_parallel: bool = False  # as in `LayerSpec`
@@ -306,12 +307,9 @@ def used_fields(family: Family) -> frozenset[str]:
     if family.windowed_layers in {"from_max", "even_below_max"}:
         used |= {"max_window_layers"}
     rope = family.rope
-    for name in (
-        rope.rotates_full_layers,
-        rope.rotates_dense_layers,
-        rope.rotated_layers,
-        rope.windowed_theta,
-    ):
+    by_layer = (rope.rotated_layers, rope.thetas_by_layer)
+    named = (rope.rotates_full_layers, rope.rotates_dense_layers, rope.windowed_theta)
+    for name in (*named, *by_layer):
         used |= {name} if isinstance(name, str) else set()
     if family.full_head_dim is not None:
         used |= {"per_layer_config"}

@@ -50,6 +50,7 @@ class Naming:
     # Whether the networks of layers are stored as layers of their own, with the next number.
     numbers_networks: bool = False
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
+    zeros: tuple[str, ...] = ()  # canonical names of weights that are not stored: they are zero
 
     @property
     def root(self) -> str:
@@ -480,6 +481,53 @@ _KOLIBRI = Naming(
         FFN_RESULT_NORM: "post_ffn_norm",
     }
 )
+_GRANITE_SWA = Naming(
+    renamed={
+        **(_GRANITE_SHARED.renamed or {}),
+        "mlp.gate.": "block_sparse_moe.router.",
+    },
+    fused=(
+        *(
+            replace(one, name=f"block_sparse_moe.{one.name.removeprefix('mlp.')}")
+            for one in _IN_ONE.fused
+        ),
+        _GRANITE_SHARED.fused[-1],
+    ),
+)
+
+
+def _sarvam(attention: str) -> Naming:
+    """Names of Sarvam-30B, with this name of the module of attention."""
+    return Naming(
+        renamed={
+            **_SHARED,
+            "model.embed_tokens.": "model.word_embeddings.",
+            "self_attn.o_proj.": f"{attention}.dense.",
+            "self_attn.q_norm.": f"{attention}.query_layernorm.",
+            "self_attn.k_norm.": f"{attention}.key_layernorm.",
+            "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+        },
+        fused=tuple(
+            Fused(
+                name=f"{attention}.query_key_value.{leaf}",
+                weights=tuple(f"self_attn.{part}_proj.{leaf}" for part in "qkv"),
+            )
+            for leaf in ("weight", "bias")
+        ),
+    )
+
+
+# Dense layers store the norm as well, which transformers does not read there.
+_AXK1 = Naming(
+    renamed={**_SHARED, FFN_RESULT_NORM: "post_mlp_layernorm"}, unread=(".post_mlp_layernorm.",)
+)
+_AXK1_MODULES = Naming(renamed={**_SHARED, FFN_RESULT_NORM: "mlp.post_mlp_layernorm"})
+
+
+def _without_bias(naming: Naming) -> Naming:
+    """The names where the bias of the choice is not stored."""
+    return replace(naming, zeros=("mlp.gate.e_score_correction_bias",))
+
 
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "qwen3_next": (_QWEN3_NEXT,),
@@ -665,4 +713,14 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _LFM3,
     ),
     "kolibri1": (_KOLIBRI, _KOLIBRI_MODULES),
+    "flint": (Naming(renamed={"self_attn.sinks": "self_attn.softmax_offset"}),),
+    "granitemoe_swa": (_GRANITE_SWA, _GRANITE_SHARED),
+    "sarvam_moe": (
+        _sarvam("attention"),
+        _sarvam("self_attn"),
+        Naming(renamed={"self_attn.": "attention."}),
+        _SEVERAL_SHARED,
+    ),
+    "sarvam_mla": (_SEVERAL_SHARED,),
+    "axk1": (_AXK1, _AXK1_MODULES, _without_bias(_AXK1), _without_bias(_AXK1_MODULES)),
 }

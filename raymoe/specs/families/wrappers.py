@@ -1,7 +1,7 @@
 """Models with images or sound whose text part runs: where a configuration and weights hold it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import class_defaults
@@ -19,6 +19,7 @@ class Wrapper:
         prefixes: Stored prefixes of the model and of its head, those of published weights first.
         layers: Names of its list of layers.
         unread: Fields of the text part that the class does not read.
+        renamed: Names of fields in older configurations -> their names; the newer one counts.
     """
 
     architectures: tuple[str, ...]
@@ -27,11 +28,23 @@ class Wrapper:
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", ""),)
     layers: tuple[str, ...] = ("layers.",)
     unread: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 _LLAVA = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
+)
+_NEMOTRON_OMNI = Wrapper(
+    architectures=("NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"),
+    texts=("nemotron_h",),
+    prefixes=(("language_model.{root}", "language_model."),),
+    renamed={
+        "llm_config": "text_config",
+        "img_context_token_id": "image_token_id",
+        "sound_context_token_id": "audio_token_id",
+        "video_context_token_id": "video_token_id",
+    },
 )
 WRAPPERS: Mapping[str, Wrapper] = {
     "kimi_k25": Wrapper(
@@ -104,6 +117,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "cohere_compass": Wrapper(
         architectures=("CohereCompassForConditionalGeneration",), texts=("cohere_compass_text",)
     ),
+    "nemotron_h_omni": _NEMOTRON_OMNI,
+    "NemotronH_Nano_Omni_Reasoning_V3": _NEMOTRON_OMNI,  # as it was published
 }
 # Parts of names of tensors that no text needs.
 MEDIA_TENSORS = (
@@ -119,6 +134,11 @@ MEDIA_TENSORS = (
     "embed_audio.",
     "talker.",
     "code2wav.",
+    "mlp1.",
+    "sound_encoder.",
+    "sound_projection.",
+    "vision_projector.",
+    "vision_final_layernorm.",
 )
 # Fields with the token that stands for a part of an image, a video or sound.
 _MEDIA_TOKENS = (
@@ -160,7 +180,7 @@ def text_part(config: Mapping[str, object]) -> TextPart:
             f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
             f"supported: {wrapper.architectures[0]}"
         )
-    levels = [config]
+    levels = [_with_newer_names(config, wrapper.renamed)]
     for name in wrapper.path:
         inner = levels[-1].get(name)
         if not isinstance(inner, Mapping):
@@ -185,6 +205,15 @@ def text_part(config: Mapping[str, object]) -> TextPart:
     others = [value for value in ties if not isinstance(value, bool)]
     text["tie_word_embeddings"] = others[0] if others else bool(ties) and all(ties)
     return TextPart(config=text, wrapper=model_type, media_tokens=_media_tokens(model_type, outer))
+
+
+def _with_newer_names(
+    config: Mapping[str, object], renamed: Mapping[str, str]
+) -> Mapping[str, object]:
+    for older, name in renamed.items():
+        if config.get(name) is None:
+            config = {**config, name: config.get(older)}
+    return config
 
 
 def _media_tokens(model_type: str, outer: Mapping[str, object]) -> tuple[tuple[int, str], ...]:

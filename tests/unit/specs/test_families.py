@@ -90,6 +90,10 @@ def _lite(rng: random.Random) -> dict[str, Any]:
     return fields | {"mlp_layer_types": rng.choice((None, kinds))}
 
 
+def _axk1(rng: random.Random) -> dict[str, Any]:
+    return _lite(rng) | {"q_lora_rank": 12}
+
+
 def _indexed(rng: random.Random) -> dict[str, Any]:
     kinds = _lite(rng)["mlp_layer_types"]
     fields = _latent(rng) | {"q_lora_rank": 12, "index_topk": 64, "index_n_heads": 2}
@@ -176,6 +180,13 @@ FAMILIES = {
     "afmoe": _hybrid(num_experts=5, moe_intermediate_size=20),
     "laguna": _hybrid(num_experts=5, moe_intermediate_size=20, gating="per-element"),
     "cohere2_moe": _hybrid(num_experts=5, num_shared_experts=2, first_k_dense_replace=1),
+    "kolibri1": _hybrid(num_experts=5, moe_intermediate_size=20),
+    "mellum": _hybrid(num_experts=5, moe_intermediate_size=20),
+    "flint": _hybrid(num_experts=5, moe_intermediate_size=20, mlp_only_layers=[1]),
+    "granitemoe_swa": _with("attention_bias", num_local_experts=5, shared_intermediate_size=20),
+    "sarvam_moe": _sigmoid("use_qk_norm"),
+    "sarvam_mla": _latent,
+    "axk1": _axk1,
 }
 
 
@@ -196,7 +207,11 @@ def test_random_models_have_as_many_elements_as_in_transformers(family: str, see
 @settings(max_examples=4)
 @random_seeds
 @pytest.mark.parametrize(
-    "family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
+    "family",
+    [
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+        *("sarvam_mla", "axk1"),
+    ],
 )
 def test_scores_of_latent_attention_are_scaled_as_in_transformers(family: str, seed: int) -> None:
     rng = random.Random(f"scale {family} {seed}")

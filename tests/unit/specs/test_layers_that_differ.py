@@ -212,3 +212,41 @@ def test_networks_of_nemotron_belong_to_the_layer_before() -> None:
         NEMOTRON | {"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"]}
     )
     assert names == spec
+
+
+GRANITE: dict[str, Any] = {
+    "model_type": "granite_swa",
+    "num_hidden_layers": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def test_each_layer_may_have_a_base_of_its_own() -> None:
+    spec = ModelSpec.from_config(GRANITE | {"layer_rope_theta": [500, 0, 10_000.0]})
+    assert [layer.rope and layer.rope.theta for layer in spec.layers] == [500.0, None, 10_000.0]
+    one = ModelSpec.from_config(GRANITE | {"layer_rope_theta": None})
+    assert [layer.rope.theta for layer in one.layers if layer.rope] == [10_000.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GRANITE | {"layer_rope_theta": [500, -1, 0]}, r"layer_rope_theta\[1\] is -1"),
+        (GRANITE | {"layer_rope_theta": [500, 0, True]}, r"layer_rope_theta\[2\] is True"),
+        (GRANITE | {"layer_rope_theta": [float("nan"), 0, 0]}, r"layer_rope_theta\[0\] is nan"),
+        (GRANITE | {"layer_rope_theta": [500, 0]}, "expected a list of 3 entries"),
+        ({"model_type": "kolibri1", "sliding_window": None}, "sliding_window is None"),
+        ({"model_type": "kolibri1", "use_sliding_window": False}, "use_sliding_window = False"),
+        ({"model_type": "sarvam_moe", "score_function": "softmax"}, "score_function = 'softmax'"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config(config)
+
+
+def test_flint_attends_to_all_in_its_first_layers_every_fourth_and_the_last() -> None:
+    spec = ModelSpec.from_config({"model_type": "flint", "num_hidden_layers": 12})
+    full = [i for i, layer in enumerate(spec.layers) if layer.rope is None]
+    assert full == [0, 1, 5, 9, 11]
+    assert [i for i, one in enumerate(spec.layers) if not isinstance(one.ffn, MoeSpec)] == [0, 1]

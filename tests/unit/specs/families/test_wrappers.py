@@ -1,5 +1,6 @@
 """Models whose text part runs: what is read, what stays on disk, and what is refused by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
+from tests.unit.specs.config_classes import config_of, meta_model
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99,
@@ -95,3 +97,43 @@ def test_tokens_of_other_media_are_refused_by_the_name_of_their_field(tmp_path) 
         tokenizer.encode([1, 91])
     kimi = dict(ModelSpec.from_config(KIMI).media_tokens)
     assert kimi[7] == "media_placeholder_token_id"
+
+
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "hybrid_override_pattern": "ME*E",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 8,
+}
+
+
+def test_nemotron_omni_is_read_in_the_names_of_its_publisher_and_of_transformers() -> None:
+    published = {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
+        "auto_map": {"AutoModel": "modeling.NemotronH_Nano_Omni_Reasoning_V3"},
+        "llm_config": NEMOTRON,
+        "sound_config": {"model_type": "parakeet"},
+        "img_context_token_id": 18,
+        "sound_context_token_id": 27,
+    }
+    spec = ModelSpec.from_config(published)
+    assert spec.media_tokens == ((18, "image_token_id"), (27, "audio_token_id"))
+    newer = {"model_type": "nemotron_h_omni", "text_config": NEMOTRON, "image_token_id": 18}
+    other = ModelSpec.from_config(newer | {"audio_token_id": 27, "llm_config": {}})
+    assert replace(other, name=spec.name, wrapper=spec.wrapper) == spec
+    inner = meta_model(config_of("nemotron_h", **NEMOTRON))
+    stored = {
+        f"language_model.{name.replace('model.', 'backbone.', 1)}": tuple(tensor.shape)
+        for name, tensor in inner.state_dict().items()
+    }
+    media = {"mlp1.0.weight": (3,), "vision_model.radio_model.model.pos_embed": (2, 2)}
+    media |= {"sound_encoder.encoder.layers.0.norm_out.weight": (5,)}
+    files = dict.fromkeys(stored | media, "model.safetensors")
+    assert locate_weights(spec, stored | media, files).keys() == model_weights(spec).keys()
