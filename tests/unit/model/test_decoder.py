@@ -13,6 +13,7 @@ from raymoe.specs.layers import OutputGate
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
 from tests.kinds import covering
+from tests.parity.combined_families import COMBINED_FAMILIES
 from tests.parity.configurations import CONFIGURATIONS, Configuration, first_of_each_family
 from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.driver import Driver, load_decoder
@@ -215,7 +216,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(fields: dict) -> Non
 
 # Wrapped models are those that they wrap.
 OF_TODAY = {*DENSE_FAMILIES, *HYBRID_FAMILIES, *NORM_FAMILIES, "mistral4", "solar_open", "hy_v3"}
-OF_TODAY |= {"granitemoeshared", *STATE_FAMILIES}
+OF_TODAY |= {"granitemoeshared", *STATE_FAMILIES, *COMBINED_FAMILIES}
 FIRST_ONLY = WRAPPER_FAMILIES.keys()
 
 
