@@ -333,9 +333,13 @@ class ReferenceModel:
         value_THV = value_TX.view(len(value_TX), spec.num_heads, -1)
         parts = "a" if spec.latent_width is None else ("f_a", "f_b")
         decay_TA = self._in_turn(normed_TH, prefix, parts).to(self._wide)
-        decay_TA = functional.softplus(decay_TA + self._weight(f"{prefix}dt_bias"))
+        decay_TA = decay_TA + self._weight(f"{prefix}dt_bias")
         rate_H1 = self._weight(f"{prefix}A_log").to(self._wide).exp()[:, None]
-        decay_THX = (-rate_H1 * decay_TA.unflatten(1, (spec.num_heads, -1))).exp()
+        decay_THX = decay_TA.unflatten(1, (spec.num_heads, -1))
+        if spec.decay_bound is None:
+            decay_THX = (-rate_H1 * functional.softplus(decay_THX)).exp()
+        else:
+            decay_THX = (spec.decay_bound * (rate_H1 * decay_THX).sigmoid()).exp()
         gain_TH = self._linear(normed_TH, f"{prefix}b_proj").to(self._wide).sigmoid()
         state_HKV = value_THV.new_zeros(spec.num_heads, spec.key_dim, spec.value_dim)
         read = []

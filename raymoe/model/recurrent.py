@@ -135,9 +135,9 @@ class Recurrent(OneForm):
         batch: AttentionBatch | StateBatch,
     ) -> Tensor:
         spec, constants = self._spec, self._constants(batch)
-        decay_TA = functional.softplus(projected.key_TGD[:, 0] + constants.decay_bias_A)
+        decay_TA = projected.key_TGD[:, 0] + constants.decay_bias_A
         size = (len(decay_TA), spec.num_heads, spec.decay_width // spec.num_heads)
-        decay_THX = decay_TA.view(size).mul_(constants.decay_H[:, None])
+        decay_THX = log_decays(decay_TA.view(size), spec, constants.decay_H)
         return scan(
             *self._heads(mixed_TC),
             decay_THX.squeeze(2),  # one for each head, if it has only one
@@ -221,6 +221,17 @@ class Mamba2(Recurrent):
         mean_TG1 = gated_TGX.square().mean(-1, keepdim=True)
         normed_TX = (gated_TGX * torch.rsqrt(mean_TG1 + self._spec.norm_eps)).flatten(1)
         return self._output(weigh_norm(normed_TX, self._norm_X, None, attention_TX.dtype))
+
+
+def log_decays(input_THX: Tensor, spec: RecurrentSpec, decay_H: Tensor) -> Tensor:
+    """Logarithms of decays from their biased inputs, in float32; may work in place.
+
+    Args:
+        decay_H: Negative factors, one for each head.
+    """
+    if spec.decay_bound is None:
+        return functional.softplus(input_THX).mul_(decay_H[:, None])
+    return input_THX.mul_(-decay_H[:, None]).sigmoid_().mul_(spec.decay_bound)
 
 
 def load_recurrent(spec: RecurrentSpec, loader: Loader, prefix: str) -> Recurrent:

@@ -302,7 +302,17 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
         has_conv_bias=fields.switch(rule.conv_bias),
         has_bias=fields.switch(rule.bias),
         latent_width=None if rule.latent_width is None else fields.positive(rule.latent_width),
+        decay_bound=_decay_bound(fields, rule.decay_bound),
     )
+
+
+def _decay_bound(fields: ConfigFields, name: str | None) -> float | None:
+    value = None if name is None else fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < 0:
+        raise ConfigError(f"config.json: {name} is {value!r}; expected a negative number, or null")
+    return float(value)
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:

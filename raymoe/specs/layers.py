@@ -228,7 +228,7 @@ class RecurrentSpec:
     the gated result over groups of heads, one for each head of keys.
 
     Kimi Delta Attention has a decay for each dimension of a key, where the others have one for each
-    head. Its decay and its gate come from latents of their own.
+    head. Its decay and its gate come from latents of their own, or from the hidden state.
 
     Sources: Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba-2 (arXiv
     2405.21060).
@@ -245,6 +245,9 @@ class RecurrentSpec:
     has_bias: bool = False  # biases of the projections
     # Width of the latents that decay and gate are projected from; None: from the hidden state.
     latent_width: int | None = None
+    # Lower bound of the logarithm of a decay, whose share of it a sigmoid gives; None: no bound,
+    # by a softplus.
+    decay_bound: float | None = None
     state_dtype: str = "float32"  # of the matrices in memory; one of STATE_BYTES
 
     @property

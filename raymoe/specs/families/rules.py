@@ -163,6 +163,7 @@ class RecurrentRule:
     bias: bool | FieldName = False  # whether the projections have biases
     activation: FieldName = "hidden_act"  # of the convolution
     latent_width: FieldName | None = None
+    decay_bound: FieldName | None = None  # null is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
