@@ -271,10 +271,7 @@ class ReferenceModel:
         sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
         weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
         mixed_TAV = torch.einsum("ats,sav->tav", weights_ATT, value_TAV)
-        if spec.gate is not None:
-            gate_TX = self._linear(normed_TH, f"{prefix}g_proj", has_bias=spec.gate.has_bias)
-            factor_TX = GATES[spec.gate.activation](gate_TX)
-            mixed_TAV = mixed_TAV * factor_TX.unflatten(1, (spec.num_heads, -1))
+        mixed_TAV = self._gated(mixed_TAV, normed_TH, spec, prefix)
         return self._linear(mixed_TAV.flatten(1), f"{prefix}o_proj", has_bias=spec.output_bias)
 
     def _latent_attention(
@@ -307,7 +304,21 @@ class ReferenceModel:
         scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
         weights_ATT = self._softmax(scores_ATT * spec.scale)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
+        mixed_TAD = self._gated(mixed_TAD, normed_TH, spec, prefix)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
+
+    def _gated(
+        self,
+        mixed_TAV: Tensor,
+        normed_TH: Tensor,
+        spec: AttentionSpec | LatentAttentionSpec,
+        prefix: str,
+    ) -> Tensor:
+        if spec.gate is None:
+            return mixed_TAV
+        gate_TX = self._linear(normed_TH, f"{prefix}g_proj", has_bias=spec.gate.has_bias)
+        factor_TX = GATES[spec.gate.activation](gate_TX)
+        return mixed_TAV * factor_TX.unflatten(1, (spec.num_heads, -1))
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
         """Token by token; in float32 at least, as every implementation."""

@@ -28,7 +28,7 @@ from raymoe.kernels.torch_attention import (
 )
 from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles
-from raymoe.specs.layers import GateActivation
+from raymoe.specs.layers import GateActivation, OutputGate
 from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
 
 
@@ -130,9 +130,7 @@ class Attention(OneForm):
             [f"{prefix}{part}_proj" for part in spec.projections], has_bias=spec.qkv_bias
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
-        self._gate = None
-        if spec.gate is not None:
-            self._gate = loader.linear([f"{prefix}g_proj"], has_bias=spec.gate.has_bias)
+        self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
         has_norm = spec.qk_norm in {"head", "full"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
@@ -226,14 +224,25 @@ class Attention(OneForm):
         return append_and_attend_ragged(projected, staged, batch, scoring, out=out)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        gate = self._spec.gate
-        if gate is None or self._gate is None:
-            return self._output(attention_TX)
-        gate_TX = _GATES[gate.activation](self._gate(normed_TH).float()).to(attention_TX.dtype)
-        num_heads = self._spec.num_heads
-        heads_TAV = attention_TX.view(-1, num_heads, self._spec.value_dim)
-        gate_TAV = gate_TX.view(-1, num_heads, self._spec.gate_width // num_heads)
-        return self._output((heads_TAV * gate_TAV).flatten(1))
+        if self._gate is not None:
+            attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
+        return self._output(attention_TX)
+
+
+class _Gate:
+    """The factor of attention's output."""
+
+    def __init__(self, spec: OutputGate, loader: Loader, prefix: str) -> None:
+        self._activation = _GATES[spec.activation]
+        self._linear = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
+
+    def __call__(self, attention_TX: Tensor, normed_TH: Tensor, num_heads: int) -> Tensor:
+        gate_TX = self._activation(self._linear(normed_TH).float()).to(attention_TX.dtype)
+        heads_TAV, gate_TAX = (
+            each_TX.view(len(each_TX), num_heads, each_TX.shape[1] // num_heads)
+            for each_TX in (attention_TX, gate_TX)
+        )
+        return (heads_TAV * gate_TAX).flatten(1)
 
 
 _GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
@@ -264,6 +273,7 @@ class LatentAttention:
         self._row = loader.linear([f"{prefix}kv_a_proj_with_mqa"], has_bias=spec.has_bias)
         self._row_norm = loader.vector(f"{prefix}kv_a_layernorm.weight")
         self._unfolding = loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads)
+        self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
 
     @property
@@ -359,7 +369,8 @@ class LatentAttention:
         return out
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        del normed_TH
+        if self._gate is not None:
+            attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
         return self._output(attention_TX)
 
     @property

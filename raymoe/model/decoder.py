@@ -40,7 +40,6 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (
-    AttentionSpec,
     LatentAttentionSpec,
     ModelSpec,
     MoeSpec,
@@ -110,9 +109,7 @@ class Layer:
 
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         self.attention = _attention(model, i, loader, reduce)
-        is_gated = isinstance(spec.attention, RecurrentSpec) or (
-            isinstance(spec.attention, AttentionSpec) and spec.attention.gate is not None
-        )
+        is_gated = isinstance(spec.attention, RecurrentSpec) or spec.attention.gate is not None
         self.is_parallel = spec.is_parallel
         self.reads_input_again = spec.is_parallel or is_gated
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)

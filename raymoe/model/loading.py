@@ -288,12 +288,12 @@ class _ArenaPlan:
         if isinstance(attention, RecurrentSpec):
             return self._recurrent(prefix, attention)
         total = self._linear([f"{prefix}o_proj"], hidden_size, output)
+        if attention.gate is not None:
+            total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         if isinstance(attention, LatentAttentionSpec):
             return total + self._latent(prefix, attention)
         qkv = [f"{prefix}{part}_proj" for part in attention.projections]
         width = sum(attention.projections.values())
-        if attention.gate is not None:
-            total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         return total + self._linear(qkv, width, hidden_size)
 
     def _recurrent(self, prefix: str, attention: RecurrentSpec) -> int:

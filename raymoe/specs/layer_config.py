@@ -372,16 +372,21 @@ GATES: Mapping[object, bool] = {True: True, "per-head": True, "per-element": Fal
 
 
 def _gate(fields: ConfigFields) -> OutputGate | None:
-    activation, name = fields.family.gate, fields.family.gate_granularity
+    activation, rule = fields.family.gate, fields.family.gate_granularity
     if activation is None:
         return None
-    value = "per-element" if name is None else fields.get(name)
+    is_per_head = rule if isinstance(rule, bool) else _is_gate_per_head(fields, rule)
+    has_bias = fields.switch(fields.family.gate_bias)
+    return OutputGate(activation=activation, is_per_head=is_per_head, has_bias=has_bias)
+
+
+def _is_gate_per_head(fields: ConfigFields, name: str) -> bool:
+    value = fields.get(name)
     if not isinstance(value, str | bool) or value not in GATES:
         raise UnsupportedModelError(
             f"{name} = {value!r} is not supported; supported: {', '.join(map(repr, GATES))}"
         )
-    has_bias = fields.switch(fields.family.gate_bias)
-    return OutputGate(activation=activation, is_per_head=GATES[value], has_bias=has_bias)
+    return GATES[value]
 
 
 def _heads_by_layer(fields: ConfigFields, num_layers: int) -> list[int]:
@@ -416,6 +421,7 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
         scale=(nope + rope) ** -0.5,
         norm_eps=LATENT_NORM_EPS,
         has_bias=fields.switch(fields.family.qkv_bias),
+        gate=_gate(fields),
     )
 
 

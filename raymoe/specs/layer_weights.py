@@ -144,9 +144,7 @@ def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
         yield "self_attn.k_norm.weight", (key if is_full else attention.head_dim,)
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_heads,)
-    if attention.gate is not None:
-        gate = (attention.gate_width, hidden_size)
-        yield from _linear(OUTPUT_GATE, gate, has_bias=attention.gate.has_bias)
+    yield from _gate(attention, hidden_size)
     output = (hidden_size, attention.output_width)
     yield from _linear(OUTPUT, output, has_bias=attention.output_bias)
 
@@ -165,8 +163,15 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
     yield "self_attn.kv_a_layernorm.weight", (attention.kv_lora_rank,)
     up_projected = heads * (attention.nope_head_dim + attention.value_head_dim)
     yield f"{KV_UP}.weight", (up_projected, attention.kv_lora_rank)
+    yield from _gate(attention, hidden_size)
     value_width = heads * attention.value_head_dim
     yield from _linear(OUTPUT, (hidden_size, value_width), has_bias=has_bias)
+
+
+def _gate(attention: AttentionSpec | LatentAttentionSpec, hidden_size: int) -> NamedShapes:
+    if attention.gate is not None:
+        shape = (attention.gate_width, hidden_size)
+        yield from _linear(OUTPUT_GATE, shape, has_bias=attention.gate.has_bias)
 
 
 def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:

@@ -51,6 +51,12 @@ class OutputGate:
     has_bias: bool = False  # a bias of the projection
 
 
+def _gate_width(gate: OutputGate | None, num_heads: int, value_dim: int) -> int:
+    if gate is None:
+        return 0
+    return num_heads if gate.is_per_head else num_heads * value_dim
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer."""
@@ -109,9 +115,7 @@ class AttentionSpec:
     @property
     def gate_width(self) -> int:
         """Outputs of the gate's projection."""
-        if self.gate is None:
-            return 0
-        return self.num_heads if self.gate.is_per_head else self.output_width
+        return _gate_width(self.gate, self.num_heads, self.value_dim)
 
     @property
     def cache_width(self) -> int:
@@ -163,6 +167,7 @@ class LatentAttentionSpec:
     norm_eps: float  # epsilon of both latents' RMS norms, not of the layer's norms
     # Biases of the projections into the latents and of the output projection.
     has_bias: bool = False
+    gate: OutputGate | None = None
 
     @property
     def rotated_head_dim(self) -> int:
@@ -182,6 +187,11 @@ class LatentAttentionSpec:
     def output_width(self) -> int:
         """Elements of the output of a token, still in the latent space."""
         return self.num_heads * self.kv_lora_rank
+
+    @property
+    def gate_width(self) -> int:
+        """Outputs of the gate's projection."""
+        return _gate_width(self.gate, self.num_heads, self.value_head_dim)
 
     @property
     def cache_width(self) -> int:

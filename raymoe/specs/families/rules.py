@@ -235,7 +235,9 @@ class Family:
     value_scale: FieldName | None = None  # factor of the values
     gate: GateActivation | None = None  # activation of the gate of attention's output
     gate_bias: bool | FieldName = False
-    gate_granularity: FieldName | None = None  # per head or per element; None: per element
+    # Whether that is a factor for each head, instead of one for each element; or a field with
+    # "per-head" or "per-element".
+    gate_granularity: bool | FieldName = False
     heads_by_layer: FieldName | None = None  # list of query heads of each layer
     windowed_heads: FieldName | None = None  # query heads of layers with a window
     windowed_kv_factor: int = 1  # KV heads of layers with a window, in multiples of those without

@@ -313,6 +313,30 @@ def test_layers_of_different_attention_agree_with_the_reference() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_latent_attention_with_gates_agrees_with_the_reference() -> None:
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    base = make_spec(
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 2, "q_lora_rank": None} | sizes,
+        num_key_value_heads=6,
+    )
+    gates = (
+        OutputGate(activation="sigmoid", is_per_head=True),
+        OutputGate(activation="softplus", is_per_head=False, has_bias=True),
+    )
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, gate=gate))
+        for layer, gate in zip(base.layers, gates, strict=True)
+    )
+    spec = replace(base, layers=layers)
+    assert [layer.attention.gate_width for layer in spec.layers] == [6, 6 * 24]
+    weights, tokens = random_weights(spec, torch.float32), [i % 90 for i in range(70)]
+    expected = ReferenceModel(spec, weights.__getitem__, torch.float64).logits(tokens)
+    decoder = load(spec, weights, torch.float32)
+    driver = Driver(decoder, [tokens], 1)  # prompts in the plain form, then tokens in the other
+    got = torch.cat([driver.run_step([(0, 68)]), driver.run_step([(68, 69)])]).double()
+    torch.testing.assert_close(got, expected[:69], rtol=1e-4, atol=1e-4)
+
+
 def test_only_the_wanted_rows_get_logits() -> None:
     spec = make_spec({"model_type": "llama", "head_dim": 16})
     decoder = load(spec, random_weights(spec, torch.float32), torch.float32)

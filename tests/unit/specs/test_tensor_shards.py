@@ -6,7 +6,7 @@ import pytest
 
 from raymoe.errors import ConfigError
 from raymoe.specs.layer_weights import layer_weights
-from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec
+from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec, OutputGate
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import Quantization
@@ -98,6 +98,16 @@ def test_latent_attention_divides_heads_and_keeps_the_latent() -> None:
     assert cuts(model, "self_attn.o_proj.weight", 2)[1] == Cut(1, 64 * 128, 128 * 128)
     for name in ("kv_a_proj_with_mqa", "q_a_proj", "kv_a_layernorm"):
         assert cuts(model, f"self_attn.{name}.weight", 2) == [Cut()] * 2
+    for is_per_head, width in ((True, 1), (False, 128)):
+        gate = OutputGate(activation="sigmoid", is_per_head=is_per_head)
+        gated = replace(
+            model,
+            layers=tuple(
+                replace(layer, attention=replace(layer.attention, gate=gate))
+                for layer in model.layers
+            ),
+        )
+        assert cuts(gated, "self_attn.g_proj.weight", 2)[1] == Cut(0, 64 * width, 128 * width)
 
 
 def test_biases_behind_a_sum_are_added_once() -> None:
