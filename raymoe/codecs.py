@@ -127,6 +127,7 @@ _NUMBERS: Mapping[CodeKind, Callable[[Tensor], Tensor]] = {
 # By safetensors type name: all types in which weights are stored.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
+    "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
@@ -393,7 +394,7 @@ def unpack_mxfp4(matrix: StoredMatrix) -> Codes:
     return Codes(
         kind="e2m1",
         codes_OI=nibbles(matrix.pieces["codes"]).flatten(1),
-        scales_BG=matrix.pieces["scales"],
+        scales_BG=matrix.pieces["scales"].view(torch.uint8),
         group_size=MXFP4_COLUMNS,
     )
 

@@ -43,6 +43,7 @@ class QuantisedCase:
 
     Attributes:
         config: The `quantization_config`; or, with "quantization" in it, `hf_quant_config.json`.
+        outer: Further fields of `config.json` where quantised.
         excluded: Parts of the names of projections that are not quantised.
         experts: How the experts are stored, if it is another way.
         extra: Ends of names of scales that are stored with each matrix, and not read.
@@ -54,6 +55,7 @@ class QuantisedCase:
     stored: WeightFormat
     config: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     experts: WeightFormat | None = None
     extra: tuple[str, ...] = ()
@@ -86,6 +88,20 @@ _LATENT = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
+}
+_DEEPSEEK = {
+    **BASE,
+    "hidden_size": 72,
+    "intermediate_size": 144,
+    "moe_intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    **_LATENT,
 }
 _PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
@@ -330,20 +346,66 @@ CASES = [
         family="deepseek_v3",
         stored=Fp8Block(),
         config=_FP8,
-        fields={
-            **BASE,
-            "hidden_size": 72,
-            "intermediate_size": 144,
-            "moe_intermediate_size": 56,
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 6,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 32,
-            "n_group": 4,
-            "topk_group": 2,
-            "num_experts_per_tok": 3,
-            **_LATENT,
+        fields=_DEEPSEEK,
+        scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="fp8 blocks, experts mxfp4, of DeepSeek-V4",
+        family="deepseek_v3",
+        stored=Fp8Block(".scale"),
+        experts=Mxfp4(".scale"),
+        config=_FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"},
+        outer={"expert_dtype": "fp4"},
+        fields=_DEEPSEEK | {"hidden_size": 64, "moe_intermediate_size": 96},
+        scale_dtype=torch.float8_e8m0fnu,
+        seed=1,  # codes in signed bytes, scales of the type of torch
+    ),
+    QuantisedCase(
+        name="fp8 blocks, experts mxfp4, of Ling-3.0",
+        family="qwen3_moe",
+        stored=Fp8Block(),
+        experts=Mxfp4(".weight_scale_inv"),
+        config=_FP8
+        | {
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["lm_head"],
+            "routed_experts_quant_method": "mxfp4",
+            "routed_experts_group_size": 32,
         },
+        fields=_QWEN3,
+        scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="fp8 blocks, experts mxfp4, of MiMo-V2.6",
+        family="mimo_v2_flash",
+        stored=Fp8Block(),
+        experts=Mxfp4(".weight_scale"),
+        config=_FP8
+        | {
+            "store_dtype": "mxfp4",
+            "mxfp4_block_size": 32,
+            "ignored_layers": [
+                *(f"model.layers.{i}.self_attn.o_proj" for i in range(3)),
+                "model.decoder.self_attn.o_proj",
+                "lm_head",
+            ],
+        },
+        fields=BASE
+        | {
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "v_head_dim": 24,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 20,
+        },
+        excluded=("o_proj",),
         scale_dtype=torch.float32,
     ),
     QuantisedCase(
@@ -397,7 +459,7 @@ def checkpoints(name: str) -> Checkpoints:
         (quantised / "hf_quant_config.json").write_text(json.dumps(case.config))
     else:
         config = json.loads((quantised / "config.json").read_text())
-        config["quantization_config"] = case.config
+        config |= {"quantization_config": case.config, **case.outer}
         (quantised / "config.json").write_text(json.dumps(config))
     return Checkpoints(quantised=quantised, plain=plain)
 

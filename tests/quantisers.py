@@ -180,15 +180,22 @@ def _awq(stored: Awq, weight: np.ndarray, scale_dtype: torch.dtype, seed: int):
     return tensors, exact
 
 
-def _mxfp4(_stored: Mxfp4, weight: np.ndarray, _scale_dtype: torch.dtype, _seed: int):
+def _mxfp4(stored: Mxfp4, weight: np.ndarray, _scale_dtype: torch.dtype, seed: int):
+    """Codes and scales are bytes for even seeds, signed ones and torch's type for odd ones."""
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // 32, 32)
     largest = np.maximum(np.abs(blocks).max(-1), 2.0**-120)
     exponents = np.clip(np.floor(np.log2(largest)) - 2 + 127, 0, 254).astype(np.uint8)
     wide = 2.0 ** (exponents.astype(np.float64)[..., None] - 127)
     codes = np.abs(blocks[..., None] / wide[..., None] - E2M1).argmin(-1).astype(np.uint8)
-    packed = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
-    tensors = {"_blocks": torch.from_numpy(packed), "_scales": torch.from_numpy(exponents)}
+    packed = torch.from_numpy(codes[..., 0::2] | codes[..., 1::2] << np.uint8(4))
+    scales = torch.from_numpy(exponents)
+    if seed % 2:
+        packed, scales = packed.view(torch.int8), scales.view(torch.float8_e8m0fnu)
+    if stored.scales_suffix == "_scales":
+        tensors = {"_blocks": packed, "_scales": scales}
+    else:
+        tensors = {".weight": packed.flatten(1), stored.scales_suffix: scales}
     return tensors, (E2M1[codes] * wide).reshape(rows, columns)
 
 

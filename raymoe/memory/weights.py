@@ -150,8 +150,11 @@ class WeightStore:
 def _as_piece(stored: Tensor, piece: Piece) -> Tensor:
     """A stored tensor in the shape of its piece: one element may be stored as a scalar.
 
-    Matrices in one tensor, gate and up, may each have a scale; else one is that of all rows.
+    Matrices in one tensor, gate and up, may each have a scale; else one is that of all rows. Bytes
+    that hold several codes are unsigned, whatever a file calls them.
     """
+    if stored.dtype == torch.int8:
+        stored = stored.view(torch.uint8)
     if not piece.is_repeated:
         return stored.view(piece.shape)
     rows = piece.shape[0]

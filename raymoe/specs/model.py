@@ -332,7 +332,9 @@ class ModelSpec:
             logits_divisor=logits,
             logit_softcap=fields.number_or_none(family.logit_softcap),
             has_head_bias=fields.switch(family.head_bias),
-            quantization=parse_quantization(config.get("quantization_config"), family.module_names),
+            quantization=parse_quantization(
+                config.get("quantization_config"), family.module_names, config.get("expert_dtype")
+            ),
             labels=labels_of(config) if head == "labels" else (),
             wrapper=part.wrapper,
             media_tokens=part.media_tokens,

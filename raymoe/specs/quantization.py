@@ -14,6 +14,7 @@ from raymoe.specs.layer_weights import EXPERTS, HEAD, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
+    MXFP4_COLUMNS,
     MXFP8_COLUMNS,
     NVFP4_COLUMNS,
     Awq,
@@ -226,9 +227,17 @@ class Quantization:
 
 
 def parse_quantization(
-    value: object, module_names: tuple[tuple[str, str], ...] = ()
+    value: object,
+    module_names: tuple[tuple[str, str], ...] = (),
+    expert_dtype: object = None,
 ) -> Quantization | None:
-    """Read a `quantization_config`; raises UnsupportedModelError for unknown storage."""
+    """Read a `quantization_config`; raises UnsupportedModelError for unknown storage.
+
+    Args:
+        value: The object; None if nothing is quantised.
+        module_names: As in `Quantization`.
+        expert_dtype: That field of `config.json`, where DeepSeek-V4 has it.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -238,6 +247,8 @@ def parse_quantization(
         method = "modelopt"
     if not isinstance(method, str) or method not in METHODS:
         raise _refusal("quant_method", method, tuple(METHODS))
+    if METHODS[method].read is _fp8 and value.get("expert_dtype") is None:
+        value = {**value, "expert_dtype": expert_dtype}
     return replace(METHODS[method].read(value), module_names=module_names)
 
 
@@ -271,26 +282,42 @@ def _fp8(config: Config) -> Quantization:
         "activation_scheme": ("dynamic", "static", None),
         "fmt": ("e4m3", "float8_e4m3fn", None),
         "scale_fmt": ("float", "ue8m0", None),
-        "expert_dtype": ("fp8", None),
+        "expert_dtype": ("fp8", "fp4", None),
         "dequantize": (False, True, None),
         "modules_to_convert": (None, []),
         "moe_quant_algo": ("NVFP4", None),
         "moe_quant_format": ("nvfp4-pack-quantized", None),
+        "routed_experts_quant_method": ("mxfp4", "fp8", None),
+        "routed_experts_group_size": (MXFP4_COLUMNS, None),
+        "store_dtype": ("mxfp4", "fp8", None),
+        "mxfp4_block_size": (MXFP4_COLUMNS, None),
     }
     _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
-    # MiniMax-M3.1 has experts of compressed-tensors, NVIDIA's DeepSeek-V4 those of modelopt.
-    experts = Nvfp4(is_divided=config.get("moe_quant_format") is not None)
-    has_experts = config.get("moe_quant_algo") is not None
     one_scale = Fp8Tensor(scales_suffix=".weight_scale_inv")
     names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
     return Quantization(
         method="mxfp8" if is_micro else "fp8",
         format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block() if blocks else one_scale,
-        experts=experts if has_experts else None,
+        experts=_fp4_experts(config),
         unread=_ACTIVATION_SCALES,
         excluded=tuple(map(_name_of_fp8, names)),
         is_head_plain=not names,
     )
+
+
+def _fp4_experts(config: Config) -> WeightFormat | None:
+    """The format of FP4 experts in an FP8 model; None if they are FP8 as well.
+
+    MiniMax-M3.1 has NVFP4 of compressed-tensors, NVIDIA's DeepSeek-V4 that of modelopt. DeepSeek-V4
+    itself, Ling-3.0 and MiMo-V2.6 have MXFP4, each with scales of another name.
+    """
+    if config.get("moe_quant_algo") is not None:
+        return Nvfp4(is_divided=config.get("moe_quant_format") is not None)
+    if config.get("expert_dtype") == "fp4":
+        return Mxfp4(".scale")
+    if config.get("routed_experts_quant_method") == "mxfp4":
+        return Mxfp4(".weight_scale_inv")
+    return Mxfp4(".weight_scale") if config.get("store_dtype") == "mxfp4" else None
 
 
 def _name_of_fp8(pattern: str) -> re.Pattern[str]:
@@ -485,7 +512,9 @@ class Method(NamedTuple):
 
 
 METHODS: Mapping[str, Method] = {
-    "fp8": Method("FP8 (e4m3), a scale for 128 x 128 elements or a matrix", _fp8),
+    "fp8": Method(
+        "FP8 (e4m3), a scale for 128 x 128 elements or a matrix; experts also FP4 (e2m1)", _fp8
+    ),
     "fbgemm_fp8": Method("FP8 (e4m3), a scale for each row", _fbgemm_fp8),
     "mxfp4": Method("FP4 (e2m1) of experts, a scale for 32 elements", _mxfp4),
     "mxfp8": Method("FP8 (e4m3), a scale for 32 elements", _fp8),

@@ -34,6 +34,8 @@ _NIBBLES = 8  # 4-bit elements in a 32-bit word
 FP8_ROWS = FP8_COLUMNS = 128
 MXFP4_COLUMNS = MXFP8_COLUMNS = 32
 NVFP4_COLUMNS = 16
+# Names of scales beside `.weight`: FP8 of transformers, of vLLM, and of DeepSeek-V4.
+SCALES_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,27 +288,32 @@ class Awq(WeightFormat):
 class Mxfp4(WeightFormat):
     """E2M1, two neighbours of a row per byte, one E8M0 scale per 32 columns.
 
+    gpt-oss stores blocks of 32 columns, `_blocks` and `_scales`; models whose other matrices are
+    FP8 store whole rows, `.weight`, and name scales as one of `SCALES_SUFFIXES`.
+
     Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss).
     """
 
+    scales_suffix: str = "_scales"
     name: str = "mxfp4"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         groups = _num_groups(self.name, rows, columns, MXFP4_COLUMNS)
+        has_blocks = self.scales_suffix == "_scales"
         return (
             Piece(
                 name="codes",
-                suffix="_blocks",
-                shape=(rows, groups, MXFP4_COLUMNS // 2),
-                dtypes=("U8",),
+                suffix="_blocks" if has_blocks else ".weight",
+                shape=(rows, groups, MXFP4_COLUMNS // 2) if has_blocks else (rows, columns // 2),
+                dtypes=("U8", "I8"),
                 column_axis=1,
-                columns=MXFP4_COLUMNS,
+                columns=MXFP4_COLUMNS if has_blocks else 2,
             ),
             Piece(
                 name="scales",
-                suffix="_scales",
+                suffix=self.scales_suffix,
                 shape=(rows, groups),
-                dtypes=("U8",),
+                dtypes=("U8", "F8_E8M0"),
                 column_axis=1,
                 columns=MXFP4_COLUMNS,
             ),

@@ -21,7 +21,14 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_format import Fp8Tensor, Mxfp4, Piece, WeightFormat
+from raymoe.specs.weight_format import (
+    SCALES_SUFFIXES,
+    Fp8Block,
+    Fp8Tensor,
+    Mxfp4,
+    Piece,
+    WeightFormat,
+)
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")
@@ -117,16 +124,28 @@ def locate_weights(
 
 
 def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
-    """The model with the name that scales of matrices have here: transformers' or that of vLLM."""
+    """The model with the names that scales of FP8 matrices, and of FP4 experts, have here."""
     found = spec.quantization
-    if found is None or not isinstance(found.format, Fp8Tensor):
+    if found is None:
         return spec
-    suffixes = (found.format.scales_suffix, ".weight_scale_inv", ".weight_scale")
+    experts = [name for name in stored if f".{EXPERTS.removeprefix('mlp.')}" in name]
+    found = replace(
+        found,
+        format=_with_suffix(found.format, stored),
+        experts=None if found.experts is None else _with_suffix(found.experts, experts),
+    )
+    return replace(spec, quantization=found)
+
+
+def _with_suffix(form: WeightFormat, stored: Collection[str]) -> WeightFormat:
+    if not isinstance(form, Fp8Block | Fp8Tensor | Mxfp4):
+        return form
+    if form.scales_suffix not in SCALES_SUFFIXES:
+        return form
+    suffixes = (form.scales_suffix, *SCALES_SUFFIXES)
     ends = {suffix: (suffix, suffix.replace(".weight", "_proj")) for suffix in suffixes}
     suffix = next((one for one in suffixes if any(n.endswith(ends[one]) for n in stored)), None)
-    if suffix in {None, found.format.scales_suffix}:
-        return spec
-    return replace(spec, quantization=replace(found, format=Fp8Tensor(str(suffix))))
+    return form if suffix is None else replace(form, scales_suffix=suffix)
 
 
 def _likely(

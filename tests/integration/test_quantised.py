@@ -32,6 +32,7 @@ QUICK = (
     "mxfp4",
     "nvfp4 of modelopt",
     "fp8 blocks of DeepSeek-V3",
+    "fp8 blocks, experts mxfp4, of DeepSeek-V4",
 )
 ENGINE_NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES
@@ -186,7 +187,9 @@ def test_weights_take_the_bytes_that_the_plan_counts(case: QuantisedCase) -> Non
         entry.num_bytes for name, entry in entries.items() if not name.endswith(case.extra)
     )
     if isinstance(case.stored, Fp8Block):  # whose scales are kept as float32
-        scales = [entry for name, entry in entries.items() if "weight_scale" in name]
+        ends = case.stored.scales_suffix
+        others = ".experts." if case.experts is not None else "no others"
+        scales = [e for name, e in entries.items() if name.endswith(ends) and others not in name]
         num_bytes += sum(4 * prod(entry.shape) - entry.num_bytes for entry in scales)
     if isinstance(case.stored, Fp8Tensor):  # whose scale is kept for each row
         scales = [name for name in entries if "weight_scale" in name]

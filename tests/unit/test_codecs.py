@@ -46,6 +46,7 @@ FORMATS = [
     Awq(32),
     Awq(0),
     Mxfp4(),
+    Mxfp4(".scale"),
     Mxfp8(),
     Nvfp4(),
     Nvfp4(is_divided=True),

@@ -66,7 +66,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
 }
 
 # Checked against the layers, or read by `specs.quantization`.
-READ_APART = frozenset({"layer_types", "quantization_config"})
+READ_APART = frozenset({"expert_dtype", "layer_types", "quantization_config"})
 ROPE_FIELDS = frozenset(
     {
         "original_max_position_embeddings",

@@ -226,6 +226,18 @@ def test_matrices_are_stored_as_the_configuration_says(config, stored, meant) ->
             Mxfp8(".weight_scale_inv"),
         ),
         (FP8 | {"moe_quant_algo": "NVFP4"}, Nvfp4(), Fp8Block()),  # nvidia/DeepSeek-V4-Pro-NVFP4
+        (FP8 | {"moe_quant_algo": "NVFP4", "expert_dtype": "fp4"}, Nvfp4(), Fp8Block()),
+        (FP8 | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, Mxfp4(".scale"), Fp8Block()),
+        (  # inclusionAI/Ling-3.0-flash-fp4
+            FP8 | {"routed_experts_quant_method": "mxfp4", "routed_experts_group_size": 32},
+            Mxfp4(".weight_scale_inv"),
+            Fp8Block(),
+        ),
+        (  # XiaomiMiMo/MiMo-V2.6-Flash-RL
+            FP8 | {"store_dtype": "mxfp4", "mxfp4_block_size": 32},
+            Mxfp4(".weight_scale"),
+            Fp8Block(),
+        ),
     ],
 )
 def test_experts_may_have_a_format_of_their_own(config, experts, others) -> None:
@@ -233,7 +245,20 @@ def test_experts_may_have_a_format_of_their_own(config, experts, others) -> None
     assert quantization.format_of(EXPERT) == experts
     assert {quantization.format_of(name) for name in (ATTENTION, SHARED, DENSE)} == {others}
     assert quantization.format_of(ROUTER) is None
-    assert quantization.name == f"{others.name}, experts nvfp4"
+    assert quantization.name == f"{others.name}, experts {experts.name}"
+
+
+def test_the_type_of_experts_may_be_said_beside_what_says_that_there_are_codes() -> None:
+    config = MODEL_PRESETS["deepseek-v3"]
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    for outer, stored in (("fp4", Mxfp4(".scale")), ("fp8", Fp8Block())):
+        found = ModelSpec.from_config(config | {"expert_dtype": outer}).quantization
+        assert found is not None
+        assert found.format_of(EXPERT) == stored
+        assert found.format_of(ATTENTION) == Fp8Block()
+        assert ModelSpec.from_config(plain | {"expert_dtype": outer}).quantization is None
+    with pytest.raises(UnsupportedModelError, match="expert_dtype = 'int4'"):
+        ModelSpec.from_config(config | {"expert_dtype": "int4"})
 
 
 def test_the_head_is_stored_plainly_unless_it_is_said_otherwise() -> None:
@@ -383,7 +408,11 @@ def weights(**fields: Any) -> dict[str, Any]:
         (FP8 | {"activation_scheme": "block"}, "activation_scheme = 'block'"),
         (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
         (FP8 | {"scale_fmt": "e4m3"}, "scale_fmt = 'e4m3'"),
-        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        (FP8 | {"expert_dtype": "bf16"}, "expert_dtype = 'bf16'"),
+        (FP8 | {"routed_experts_quant_method": "nvfp4"}, "routed_experts_quant_method = 'nvfp4'"),
+        (FP8 | {"routed_experts_group_size": 16}, "routed_experts_group_size = 16"),
+        (FP8 | {"store_dtype": "nvfp4"}, "store_dtype = 'nvfp4'"),
+        (FP8 | {"mxfp4_block_size": 16}, "mxfp4_block_size = 16"),
         (FP8 | {"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
         (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         (FP8 | {"modules_to_not_convert": ["(a+)+$"]}, "not understood"),

@@ -102,6 +102,7 @@ def test_latent_attention_divides_heads_and_keeps_the_latent() -> None:
         gate = OutputGate(activation="sigmoid", is_per_head=is_per_head)
         gated = replace(
             model,
+            quantization=None,  # 64 rows would be half a block of FP8
             layers=tuple(
                 replace(layer, attention=replace(layer.attention, gate=gate))
                 for layer in model.layers

@@ -56,7 +56,8 @@ def test_mxfp4_takes_blocks_and_scales(seed: int) -> None:
     rows, groups = rng.randrange(1, 500), rng.randrange(1, 90)
     blocks = torch.empty(rows, groups, 16, dtype=torch.uint8)
     scales = torch.empty(rows, groups, dtype=torch.uint8)
-    assert Mxfp4().matrix_bytes(rows, 32 * groups) == num_bytes(blocks, scales)
+    for stored in (Mxfp4(), Mxfp4(".scale")):
+        assert stored.matrix_bytes(rows, 32 * groups) == num_bytes(blocks, scales)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
