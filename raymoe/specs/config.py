@@ -152,7 +152,7 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Family]:
     if architectures and architectures not in known:
         raise UnsupportedModelError(
             f"architectures = {architectures!r} is not supported for model_type {model_type!r}; "
-            f"supported: {family.architecture}, and that name with "
+            f"supported: {' or '.join(names)}, and that name with "
             f"{' or '.join(kind for kind in HEADS if kind != _LM)} instead of {_LM}"
         )
     return model_type, family

@@ -6,7 +6,7 @@ A test for each computes both and fails when transformers no longer differs; the
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raymoe.specs.model import ModelSpec
+from raymoe.specs.model import ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,12 @@ class Difference:
     concerns: Callable[[ModelSpec], bool]
 
 
+def _has_limits(spec: ModelSpec) -> bool:
+    networks = [layer.ffn for layer in spec.layers]
+    shared = [ffn.shared for ffn in networks if isinstance(ffn, MoeSpec) and ffn.shared is not None]
+    return any(network.clamp is not None for network in (*networks, *shared))
+
+
 DIFFERENCES = (
     Difference(
         models="nemotron_h",
@@ -36,6 +42,14 @@ DIFFERENCES = (
         reason="the models were trained without one: NVIDIA's code and vLLM have none",
         source="transformers pull request 48989",
         concerns=lambda spec: spec.model_type == "nemotron_h",
+    ),
+    Difference(
+        models="bailing_hybrid with limits of gated products",
+        what="transformers 5.24 does not read expert_swiglu_limit_list and "
+        "share_expert_swiglu_limit_list; here they bound the silu of the gate and the other factor",
+        reason="the models were trained with them, and answer worse without: vLLM has them",
+        source="_get_layer_swiglu_limit in bailing_moe_v3.py of vLLM",
+        concerns=lambda spec: spec.model_type == "bailing_hybrid" and _has_limits(spec),
     ),
     Difference(
         models="rope of type dynamic, or longrope with two sets of factors",

@@ -107,6 +107,7 @@ FAMILY_CONFIGS = {
     "axk1": "AXK1Config",
     "youtu": "YoutuConfig",
     "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3_Config",
+    "bailing_hybrid": "BailingHybridConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {

@@ -13,11 +13,13 @@ import transformers
 from torch import Tensor
 
 from raymoe.cli import run
+from raymoe.memory.weights import WeightStore
 from raymoe.specs.differences import DIFFERENCES, differences_of
 from raymoe.specs.model import ModelSpec
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.driver import Driver, load_decoder
 from tests.parity.oracle import make_checkpoint
+from tests.reference import ReferenceModel
 
 PROMPT = [7, 3, 50, 12, 9, 31, 2, 44, 60, 5, 18]
 
@@ -59,6 +61,32 @@ def test_nemotron_has_no_bound_of_time_steps_in_prompts(tmp_path: Path) -> None:
         assert is_close(logits(tmp_path / str(bound), PROMPT), wanted)
 
 
+LIMITS = {
+    "expert_swiglu_limit_list": [0, 0, 0.5, 0.25, 4],  # the last is that of a predicting layer
+    "share_expert_swiglu_limit_list": [0, 0.75, 0, 0.25, 7],
+}
+
+
+def test_networks_of_ling_have_the_limits_that_they_were_trained_with(tmp_path: Path) -> None:
+    limited, free = (
+        make_checkpoint(configuration("bailing_hybrid: plain", **limits), tmp_path / name)
+        for name, limits in (("limited", LIMITS), ("free", {}))
+    )
+    wanted = logits_of_transformers(free, PROMPT)
+    assert is_close(logits(tmp_path / "free", PROMPT), wanted)
+    assert torch.equal(logits_of_transformers(limited, PROMPT), wanted)
+    spec = ModelSpec.from_directory(tmp_path / "limited")
+    weights = WeightStore.open(spec, tmp_path / "limited")
+    expected = ReferenceModel(spec, weights, torch.float64).logits(PROMPT).float()
+    assert not is_close(expected, wanted)
+    assert is_close(logits(tmp_path / "limited", PROMPT), expected)
+    for name in LIMITS:  # each alone differs too
+        one = ReferenceModel(
+            ModelSpec.from_config(limited.config.to_dict() | {name: None}), weights, torch.float64
+        )
+        assert not is_close(one.logits(PROMPT).float(), expected)
+
+
 def test_a_row_is_rotated_for_its_own_length(tmp_path: Path) -> None:
     model = make_checkpoint(configuration("llama: dynamic rope"), tmp_path)
     alone = logits_of_transformers(model, PROMPT)
@@ -79,6 +107,7 @@ def test_a_row_is_rotated_for_its_own_length(tmp_path: Path) -> None:
 
 NAMES = {
     "nemotron_h: plain": "time_step_min",
+    "bailing_hybrid: plain": "expert_swiglu_limit_list",
     "llama: dynamic rope": "rotated for its own length",
 }
 
@@ -87,7 +116,8 @@ NAMES = {
 def test_a_model_that_differs_says_so(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_checkpoint(configuration(name), tmp_path)
+    changes = LIMITS if name.startswith("bailing_hybrid") else {}
+    make_checkpoint(configuration(name, **changes), tmp_path)
     assert run(["models", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "differs from transformers" in printed

@@ -4,6 +4,7 @@ Each function does what transformers' class does when it is made of such a confi
 that the class does not read may say only what it computes anyway.
 """
 
+import re
 from collections.abc import Callable, Mapping
 
 from raymoe.errors import ConfigError, UnsupportedModelError
@@ -399,6 +400,85 @@ def _sarvam_mla(config: dict[str, object], _: Mapping[str, object]) -> dict[str,
     return config
 
 
+def _bailing_hybrid(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Compute the kinds of layers, and the sizes of linear attention, from the publisher's fields.
+
+    `head_dim` is that of linear attention. Saved again it is that of the rope, beside
+    `linear_head_dim`.
+    """
+    _refuse_lightning_attention(config)
+    num_layers, size = _num_layers(values), values.get("moe_intermediate_size")
+    step = integer("layer_group_size", values.get("layer_group_size"), minimum=1)
+    if config.get("layer_types") is None:
+        kinds = [FULL if (i + 1) % step == 0 else LINEAR for i in range(num_layers)]
+        config["layer_types"] = kinds
+    if config.get("linear_head_dim") is None:
+        config["linear_head_dim"] = values.get("head_dim")
+        config["head_dim"] = values.get("qk_rope_head_dim")
+    sizes = {
+        "linear_num_heads": "num_attention_heads",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    }
+    config |= {name: config.get(name) or values.get(other) for name, other in sizes.items()}
+    if values.get("kda_safe_gate") is False:
+        config["kda_lower_bound"] = None
+    elif values.get("kda_lower_bound") is None:
+        raise ConfigError("kda_lower_bound is null, and kda_safe_gate says that there is a bound")
+    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        limits = config.get(name)
+        config[name] = limits[:num_layers] if isinstance(limits, list) else limits
+    for name in ("kda_safe_gate", "layer_group_size", "short_conv_kernel_size"):
+        config.pop(name, None)
+    num_shared = next(
+        (config[name] for name in ("num_shared_experts", "n_shared_experts") if name in config), 1
+    )
+    whole = size * num_shared if isinstance(size, int) and isinstance(num_shared, int) else None
+    _remove(config, {"moe_shared_expert_intermediate_size": whole}, "model_type 'bailing_hybrid'")
+    ropes = config.get("rope_parameters")
+    config["rope_theta"] = values.get("rope_theta")
+    if isinstance(ropes, Mapping) and "rope_theta" in ropes:  # which takes precedence
+        config["rope_theta"] = None
+    return _without_part_of_default_rope(_with_bounded_names(config))
+
+
+def _refuse_lightning_attention(config: Mapping[str, object]) -> None:
+    of_ling3 = ("kda_lower_bound", "kda_safe_gate", "no_kda_lora", "short_conv_kernel_size")
+    of_ling2 = ("group_norm_size", "linear_silu", "use_qk_norm")
+    if any(name in config for name in of_ling2) and not any(name in config for name in of_ling3):
+        raise UnsupportedModelError(
+            "model_type 'bailing_hybrid' without fields of Kimi Delta Attention "
+            f"({', '.join(of_ling3)}) is Ling-2.6, whose lightning attention is not supported; "
+            "supported: Ling-3.0"
+        )
+
+
+def _without_part_of_default_rope(config: dict[str, object]) -> dict[str, object]:
+    """Remove the share of a head that is rotated: the class rotates `qk_rope_head_dim` whole."""
+    ropes = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
+    for name, rope in ropes.items():
+        if not isinstance(rope, Mapping):
+            continue
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            return config  # scaled for that share, which is refused
+        config[name] = {key: rope[key] for key in rope if key != "partial_rotary_factor"}
+    config.pop("partial_rotary_factor", None)
+    return config
+
+
+def _with_bounded_names(config: dict[str, object]) -> dict[str, object]:
+    """Have "b_proj" in a list of FP8 mean a whole name, not the end of "kv_b_proj" too."""
+    found = config.get("quantization_config")
+    listed = found.get("modules_to_not_convert") if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping) and isinstance(listed, list):
+        names = [
+            rf"re:.*\.{name}$" if isinstance(name, str) and _PROJECTION.fullmatch(name) else name
+            for name in listed
+        ]
+        config["quantization_config"] = {**found, "modules_to_not_convert": names}
+    return config
+
+
+_PROJECTION = re.compile(r"\w+_proj")
 _KIMI_SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -468,6 +548,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "cohere2": _cohere2,
     "cohere_compass_text": _cohere_compass,
     "exaone4": _exaone4,
+    "bailing_hybrid": _bailing_hybrid,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,

@@ -398,6 +398,34 @@ _KIMI = Naming(
 # What transformers 5.24 saves: it gives dense networks the name of those with experts too.
 _KIMI_SAVED = replace(_KIMI, renamed={**(_KIMI.renamed or {}), "mlp.": "block_sparse_moe."})
 
+_BAILING = Naming(
+    renamed={
+        "model.embed_tokens.": "model.word_embeddings.",
+        "linear_attn.a_proj.": "attention.f_proj.",
+        **{
+            ours: theirs.replace("self_attn", "attention")
+            for ours, theirs in _KIMI_ATTENTION.items()
+        },
+        "self_attn.o_proj.": "attention.dense.",
+        "self_attn.": "attention.",
+        "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+        "mlp.shared_expert.": "mlp.shared_experts.",
+    }
+)
+# What transformers 5.24 saves: it gives linear attention's output the name of the other one's.
+_BAILING_SAVED = replace(
+    _BAILING, renamed={"linear_attn.o_proj.": "attention.dense.", **(_BAILING.renamed or {})}
+)
+_BAILING_IN_ONE = replace(
+    _KIMI_IN_ONE,
+    renamed={
+        "linear_attn.a_proj.": "self_attn.forget_gate.f_proj.",
+        "linear_attn.A_log": "self_attn.forget_gate.A_log",
+        **(_KIMI_IN_ONE.renamed or {}),
+    },
+    fused=_KIMI_IN_ONE.fused[1:],
+)
+
 _LFM2 = Naming(
     renamed={
         "model.norm.": "model.embedding_norm.",
@@ -539,6 +567,12 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _nemotron("backbone", _NEMOTRON_IN_ONE),
     ),
     "kimi_linear": (_KIMI, _KIMI_SAVED, _KIMI_IN_ONE, *_IN_MLP),
+    "bailing_hybrid": (
+        _BAILING,
+        _BAILING_SAVED,
+        replace(_BAILING, fused=(replace(_KIMI_DECAY, name="attention.A_log"),)),
+        _BAILING_IN_ONE,
+    ),
     "lfm2_moe": (_LFM2,),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (

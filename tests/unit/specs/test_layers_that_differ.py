@@ -153,6 +153,13 @@ GRANITE = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention
 NEMOTRON = {"model_type": "nemotron_h"}
 KIMI = PUBLISHED["kimi_linear"]
 DELTA = KIMI["linear_attn_config"]
+LING = PUBLISHED["bailing_hybrid"]
+LING2 = {  # what Ling-2.6 has and lacks
+    name: value
+    for name, value in LING.items()
+    if name not in {"no_kda_lora", "use_kda_lora", "short_conv_kernel_size", "mtp_use_kda"}
+    and not name.startswith("kda_")
+}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,18 @@ DELTA = KIMI["linear_attn_config"]
         (KIMI | {"linear_attn_config": DELTA | {"kda_layers": None}}, "full_attn_layers with kda"),
         (KIMI | {"linear_attn_config": DELTA | {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
         (KIMI | {"linear_attn_config": [4]}, "expected an object"),
+        (LING2 | {"architectures": None}, "Ling-2.6, whose lightning attention .* Ling-3.0"),
+        (LING | {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV3ForCausalLM"),
+        (LING | {"group_norm_size": 4}, "group_norm_size = 4"),
+        (LING | {"no_kda_lora": False}, "no_kda_lora = False"),
+        (LING | {"use_mla_nope": True}, "use_mla_nope = True"),
+        (LING | {"gated_attention_proj_granularity_type": "element_wise"}, "'element_wise'"),
+        (LING | {"kda_lower_bound": None}, "kda_lower_bound is null"),
+        (LING | {"kda_lower_bound": 5}, "kda_lower_bound is 5; expected a negative number"),
+        (LING | {"moe_shared_expert_intermediate_size": 24}, "= 24 .* computes 40"),
+        (LING | {"expert_swiglu_limit_list": [0, 4]}, "expected a list of 4 entries"),
+        (LING | {"head_dim": 16, "linear_head_dim": 16}, "head_dim is 16; .* must be 8"),
+        (LING | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope"),
         (KIMI | {"layer_types": [FULL, "linear_attention"] * 2}, "say otherwise"),
     ],
 )

@@ -70,6 +70,8 @@ def test_used_fields_are_those_of_the_configuration_class(family: str) -> None:
     names |= {name for alias, name in rules.aliases.items() if alias in names}
     implied = {"intermediate_size", "max_window_layers", "first_k_dense_replace", *rules.fixed}
     implied |= {"moe_layer_freq", "sparse_attention_freq"}  # which MiniMax-M3's class takes out
+    # Fields that transformers does not read (`specs.differences`).
+    implied |= {"expert_swiglu_limit_list", "share_expert_swiglu_limit_list"}
     implied |= {"layers_without_network", "mlp_layer_types"}  # made of the layers of Nemotron-H
     implied |= {"rotates_full_layers"}  # made of the window of EXAONE-4.0
     implied |= set() if rules.activation is None else {"hidden_act"}
