@@ -32,7 +32,7 @@ from tests.parity.fields import BASE
 from tests.parity.oracle import make_model
 from tests.quantisers import quantise
 
-_PROJECTION = re.compile(r"(_proj|_mqa|\.w[123])\.weight$")
+_PROJECTION = re.compile(r"(_proj|_mqa|\.dense|\.w[123])\.weight$")
 _FUSED_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")  # [experts, inputs, outputs]
 _FILE = "model.safetensors"
 
@@ -101,6 +101,22 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
     "num_experts_per_tok": 3,
+    **_LATENT,
+}
+_LING = {
+    **BASE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "head_dim": 16,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
     **_LATENT,
 }
 _PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -362,17 +378,18 @@ CASES = [
     ),
     QuantisedCase(
         name="fp8 blocks, experts mxfp4, of Ling-3.0",
-        family="qwen3_moe",
+        family="bailing_hybrid",
         stored=Fp8Block(),
         experts=Mxfp4(".weight_scale_inv"),
         config=_FP8
         | {
             "scale_fmt": "ue8m0",
-            "modules_to_not_convert": ["lm_head"],
+            "modules_to_not_convert": ["lm_head", "b_proj"],
             "routed_experts_quant_method": "mxfp4",
             "routed_experts_group_size": 32,
         },
-        fields=_QWEN3,
+        fields=_LING,
+        excluded=("attention.b_proj",),
         scale_dtype=torch.float32,
     ),
     QuantisedCase(
@@ -407,6 +424,22 @@ CASES = [
         },
         excluded=("o_proj",),
         scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
+        name="packed int4 of Ling-3.0",
+        family="bailing_hybrid",
+        stored=PackedInt4(32),
+        config=_PACKED
+        | {
+            "config_groups": _group(group_size=32),
+            "ignore": [
+                *("lm_head", "re:.*attention.*", "re:.*shared_experts.*"),
+                r"re:.*mlp\.(gate|up|gate_up|down|eh)_proj.*",
+            ],
+        },
+        fields=_LING,
+        excluded=("attention", "shared_experts", "layers.0."),
+        scale_dtype=torch.bfloat16,
     ),
     QuantisedCase(
         name="packed int4 of Kimi-K2",

@@ -62,6 +62,7 @@ HYBRIDS = (
     "granitemoehybrid: plain",
     "lfm2_moe: wide convolution with biases",
     "kimi_linear: attention first, latent queries, biases, no dense layer",
+    "bailing_hybrid: attention first, latent queries, biases, no dense layer",
 )
 HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
 SHARED = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in HEADS]

@@ -201,6 +201,7 @@ WITH_STATES = (
     "granitemoehybrid: groups of heads, wide convolution, no bias of it",
     "lfm2_moe: wide convolution with biases",
     "kimi_linear: more heads than attention has, wide convolution, 2 dense layers",
+    "bailing_hybrid: attention first, latent queries, biases, no dense layer",
 )
 
 
@@ -218,6 +219,7 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
         (WITH_STATES[2], "flexgen_s3", "early end", "staged"),
         (WITH_STATES[3], "module_batching", "mixed lengths", "pages"),
         (WITH_STATES[4], "vslpipe", "long prompt", "ring"),
+        (WITH_STATES[5], "cgopipe", "preemption", "pages"),
     ],
 )
 def test_states_on_the_device_change_no_token(

@@ -89,7 +89,9 @@ def test_prompts_reach_beyond_windows_blocks_and_rope_borders() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid"]
+)
 @torch.inference_mode()
 def test_states_of_8192_tokens_err_at_most_twice_as_much_as_plain_torch(
     family: str, tmp_path: Path

@@ -41,8 +41,16 @@ def each(models: list[dict[str, Any]] = MODELS) -> Any:
 
 
 def unquantised(model: dict[str, Any]) -> dict[str, Any]:
-    """A published configuration without its formats, of a type that transformers knows."""
-    config = {name: value for name, value in model["config"].items() if "quant" not in name}
+    """A published configuration without its formats, of a type that transformers knows.
+
+    Nor with what it does not read (`specs.differences`); its classes want numbers with a point.
+    """
+    unread = ("quant", "swiglu_limit_list")
+    config = {
+        name: float(value) if name == "kda_lower_bound" else value
+        for name, value in model["config"].items()
+        if not any(part in name for part in unread)
+    }
     model_type = config["model_type"]
     config["model_type"] = MODEL_TYPE_ALIASES.get(model_type, model_type)
     return copy.deepcopy(config)

@@ -89,6 +89,21 @@ PUBLISHED = {
             f"{LAYER}block_sparse_moe.gate.e_score_correction_bias"
         ),
     },
+    "bailing_hybrid": {  # inclusionAI/Ling-3.0-flash
+        "model.embed_tokens.weight": Location("model.word_embeddings.weight"),
+        f"{LAYER}linear_attn.k_conv.weight": Location(f"{LAYER}attention.k_conv1d.weight"),
+        f"{LAYER}linear_attn.a_proj.weight": Location(f"{LAYER}attention.f_proj.weight"),
+        f"{LAYER}linear_attn.norm.weight": Location(f"{LAYER}attention.o_norm.weight"),
+        f"{LAYER}linear_attn.A_log": Location(f"{LAYER}attention.A_log"),
+        "model.layers.2.self_attn.g_proj.weight": Location(
+            "model.layers.2.attention.g_proj.weight"
+        ),
+        "model.layers.2.self_attn.o_proj.weight": Location("model.layers.2.attention.dense.weight"),
+        f"{LAYER}mlp.gate.e_score_correction_bias": Location(f"{LAYER}mlp.gate.expert_bias"),
+        f"{LAYER}mlp.shared_expert.up_proj.weight": Location(
+            f"{LAYER}mlp.shared_experts.up_proj.weight"
+        ),
+    },
     "gpt_oss": {  # openai/gpt-oss-20b, but for its quantised experts
         f"{LAYER}mlp.gate.bias": Location(f"{LAYER}mlp.router.bias"),
         f"{LAYER}self_attn.sinks": Location(f"{LAYER}self_attn.sinks"),
@@ -128,6 +143,17 @@ TODAY: dict[str, tuple[tuple[str, str], ...]] = {
         (r"mlp\.(experts\.\d+\.)down_proj", r"block_sparse_moe.\1w2"),
     ),
     "mimo_v2_flash": ((r"self_attn\.sinks", "self_attn.attention_sink_bias"),),
+    "bailing_hybrid": (  # inclusionAI/Ling-3.0-flash, as vLLM reads it
+        (r"^model\.embed_tokens\.", "model.word_embeddings."),
+        (r"linear_attn\.a_proj\.", "attention.f_proj."),
+        (r"linear_attn\.norm\.", "attention.o_norm."),
+        (r"linear_attn\.([qkv])_conv\.", r"attention.\1_conv1d."),
+        (r"linear_attn\.", "attention."),
+        (r"self_attn\.o_proj\.", "attention.dense."),
+        (r"self_attn\.", "attention."),
+        (r"mlp\.gate\.e_score_correction_bias", "mlp.gate.expert_bias"),
+        (r"mlp\.shared_expert\.", "mlp.shared_experts."),
+    ),
     "step3p7": (  # stepfun-ai/Step-3.7-Flash, before it had a wrapper Step-3.5-Flash
         (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"),
         (r"mlp\.gate\.", "moe.gate."),
