@@ -1,7 +1,8 @@
 """Activation buffers of a step on the device and on the host, allocated once.
 
-T tokens of a step, W tokens of a micro-batch, H hidden size, K experts per token, L width of what
-experts read: their latent, or the hidden size.
+T tokens of a step, W tokens of a micro-batch, H hidden size (of all streams in hidden states and
+embeddings), F factors of the streams, K experts per token, L width of what experts read: their
+latent, or the hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ class HostActivations:
         self, spec: ModelSpec, sizes: ActivationSizes, *, dtype: torch.dtype, allocate: Allocate
     ) -> None:
         tokens, width = sizes.max_num_batched_tokens, spec.expert_input_size
-        self.embedded_TH = _tensor((tokens, spec.hidden_size), dtype, allocate)
+        self.embedded_TH = _tensor((tokens, spec.residual_size), dtype, allocate)
         rows = tokens if sizes.launch_tokens else 0
         self.rows_TL = _tensor((rows, width), dtype, allocate)
         self.sum_TL = _tensor((rows, width), torch.float32, allocate)
@@ -148,11 +149,15 @@ class DeviceActivations:
     ) -> None:
         tokens, hidden = sizes.max_num_batched_tokens, spec.hidden_size
         width = spec.expert_input_size
-        self.hidden_TH = _tensor((tokens, hidden), dtype, allocate)
+        self.hidden_TH = _tensor((tokens, spec.residual_size), dtype, allocate)
         self.normed_TH = _tensor((tokens, hidden), dtype, allocate)
         self.latent_TL: Tensor | None = None
         if spec.has_latent_experts:
             self.latent_TL = _tensor((tokens, width), dtype, allocate)
+        self.factors_TF: Tensor | None = None
+        if spec.streams is not None:
+            size = (tokens, spec.streams.num_factors)
+            self.factors_TF = _tensor(size, torch.float32, allocate)
         self.topk_ids_TK, self.topk_weights_TK = _routing(spec, tokens, allocate)
         rows = tokens if sizes.has_sums else 0
         self.expert_sum_TL = _tensor((rows, width), torch.float32, allocate)

@@ -1,6 +1,7 @@
 """The decoder: embedding, layers and head.
 
-T tokens, H hidden size, L width of what experts read: their latent, or the hidden size.
+T tokens, H hidden size, L width of what experts read: their latent, or the hidden size. The hidden
+state between blocks, `hidden_TH`, may have several streams of H columns each, and F factors.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
 from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
+from raymoe.model.streams import Mixer, load_mixers, merge, spread
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
     EMBEDDING,
@@ -81,11 +83,18 @@ __all__ = ["Decoder", "Posted", "Projected", "Routing"]
 
 
 class Posted(NamedTuple):
-    """Output of `Decoder.post`: the hidden state, its norm, and the experts of each token."""
+    """Output of `Decoder.post`.
+
+    Attributes:
+        normed_TH: The norm of the hidden state.
+        routing: The experts of each token; None in a layer without experts.
+        factors_TF: float32, by which `Decoder.ffn` adds to several streams; None for one.
+    """
 
     hidden_TH: Tensor
     normed_TH: Tensor
     routing: Routing | None
+    factors_TF: Tensor | None = None
 
 
 class StagedRows(NamedTuple):
@@ -115,6 +124,9 @@ class Layer:
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
+        self.mixers: tuple[Mixer, Mixer] | None = None
+        if spec.streams is not None:
+            self.mixers = load_mixers(spec.streams, loader, prefix)
         self.ffn: FeedForward | None = None
         if isinstance(spec.ffn, MoeSpec):
             self.ffn = MoE(model, spec.ffn, loader, prefix)
@@ -123,7 +135,20 @@ class Layer:
         self.scalar_1 = loader.vector(f"{prefix}{LAYER_SCALAR}") if spec.has_scalar else None
 
     def attention_input(self, hidden_TH: Tensor) -> Tensor:
+        if self.mixers is not None:
+            mixer, _ = self.mixers
+            hidden_TH = mixer.read(hidden_TH, mixer.factors(hidden_TH))
         return hidden_TH if self.input_norm is None else self.input_norm(hidden_TH)
+
+    def ffn_input(self, hidden_TH: Tensor, delta_TH: Tensor, factors_TF: Tensor | None) -> Posted:
+        """Add attention to several streams, and return what the network reads of them."""
+        assert self.mixers is not None, "the hidden state is one stream"
+        attention, ffn = self.mixers
+        attention.add_(hidden_TH, delta_TH, attention.factors(hidden_TH))
+        factors_TF = ffn.factors(hidden_TH, factors_TF)
+        input_TH = ffn.read(hidden_TH, factors_TF)
+        normed_TH = input_TH if self.ffn_norm is None else self.ffn_norm(input_TH)
+        return Posted(hidden_TH, normed_TH, None, factors_TF)
 
 
 def _attention(
@@ -221,7 +246,7 @@ class Decoder:
         hidden_TH = functional.embedding(token_ids_T, self._embedding_VH)
         if self._embedding_multiplier != 1:
             hidden_TH *= self._embedding_multiplier
-        return hidden_TH
+        return spread(hidden_TH, self.spec.streams)
 
     def pre(
         self,
@@ -337,8 +362,11 @@ class Decoder:
             delta_TH = layer.result_norm(delta_TH)
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
-        _, normed_out, routing_out = (None, None, None) if out is None else out
-        if layer.ffn_norm is None:
+        _, normed_out, routing_out, factors_TF = (None,) * 4 if out is None else out
+        if layer.mixers is not None:
+            _, normed_TH, _, factors_TF = layer.ffn_input(hidden_TH, delta_TH, factors_TF)
+            normed_TH = normed_TH if normed_out is None else normed_out.copy_(normed_TH)
+        elif layer.ffn_norm is None:
             hidden_TH.add_(delta_TH)
             normed_TH = input_TH if layer.is_parallel else hidden_TH
             if normed_out is not None:
@@ -348,7 +376,7 @@ class Decoder:
         routing = None
         if layer.ffn is not None:
             routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
-        return Posted(hidden_TH, normed_TH, routing)
+        return Posted(hidden_TH, normed_TH, routing, factors_TF)
 
     def to_latent(self, i: int, normed_TH: Tensor, out: Tensor | None = None) -> Tensor:
         """Project the output of `post` to what the experts of layer `i` read, [T, L], in `out`."""
@@ -367,12 +395,14 @@ class Decoder:
         chosen: Routing | Tensor | None,
         *,
         latent_TL: Tensor | None = None,
+        factors_TF: Tensor | None = None,
     ) -> Tensor:
         """Add the experts or the dense FFN of layer `i` to the residual; [T, H].
 
         Args:
             chosen: The experts of each token, or the sums of all groups, [T, L].
             latent_TL: Output of `to_latent`, where the experts have a latent and it is known.
+            factors_TF: Those of `post`.
         """
         layer = self._layers[i]
         if layer.ffn is None:
@@ -380,7 +410,11 @@ class Decoder:
         delta_TH = layer.ffn(hidden_TH, normed_TH, chosen, self._reduce, latent_TL=latent_TL)
         if layer.ffn_result_norm is not None:
             delta_TH = layer.ffn_result_norm(delta_TH)
-        hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
+        if layer.mixers is None:
+            hidden_TH.add_(delta_TH, alpha=self.spec.residual_multiplier)
+        else:
+            assert factors_TF is not None, "made by `post`"
+            layer.mixers[1].add_(hidden_TH, delta_TH, factors_TF)
         return hidden_TH if layer.scalar_1 is None else hidden_TH.mul_(layer.scalar_1)
 
     def add_experts(
@@ -404,7 +438,7 @@ class Decoder:
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""
-        return self._final_norm(hidden_TH[rows_R])
+        return self._final_norm(merge(hidden_TH[rows_R], self.spec.streams))
 
     def logits(self, final_RH: Tensor) -> Tensor:
         """Return logits [R, V] of normed rows, in the type of the model.

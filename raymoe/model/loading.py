@@ -43,6 +43,7 @@ from raymoe.specs.layer_weights import (
     HEAD,
     LATENT_IN,
     LATENT_OUT,
+    MIXERS,
     RECURRENT,
     layer_prefix,
 )
@@ -108,6 +109,12 @@ class Loader:
         is_packed = packed_linear_is_used(self.dtype)
         bias_O = None if biases is None else torch.cat(biases)
         return make_linear(self._matrix(weights, is_packed=is_packed), bias_O, self._allocate)
+
+    def float_matrix(self, name: str) -> Linear | Tensor:
+        """Load a matrix whose products are float32: as a projection, where that writes them."""
+        if packed_linear_is_used(self.dtype):
+            return self.linear([name])
+        return self.table(f"{name}.weight")
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
         bias_O = None if bias is None else self.vector(bias)
@@ -267,6 +274,8 @@ class _ArenaPlan:
         is_recurrent = isinstance(layer.attention, RecurrentSpec)
         module = RECURRENT if is_recurrent else "self_attn."
         total = self._attention(prefix + module, layer.attention)
+        for name in MIXERS if layer.streams is not None else ():
+            total += self._linear([prefix + name], *self._shapes[f"{prefix}{name}.weight"])
         if isinstance(ffn, DenseSpec):
             return total + (self._network(f"{prefix}mlp.", ffn) if layer.has_network else 0)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
@@ -427,6 +436,9 @@ class PagedLoader(Loader):
             for i, weight in enumerate(weights)
         ]
         return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+    def float_matrix(self, name: str) -> Linear | Tensor:
+        return self.table(f"{name}.weight")
 
     def tied_linear(self, weight_OI: Tensor, bias: str | None) -> Linear:
         del weight_OI

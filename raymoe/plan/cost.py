@@ -449,6 +449,21 @@ class StepCost:
         num_bytes = tokens * self.row_bytes(self.work.hidden_size)
         return steps * (PEER_STEP_S + num_bytes / ranks / (hardware.peer_bytes_per_s or slower))
 
+    def mixing_s(self, task: Task, tokens: float, *, factors: int, visits: int) -> float:
+        """Seconds to read inputs of blocks from several streams, and to add results to them.
+
+        Args:
+            factors: How often factors are computed.
+            visits: How often all streams are read or written: once for factors and for an
+                input, twice to add.
+        """
+        mixers = self.layer(task).mixers
+        if not mixers.parameters:
+            return 0.0
+        num_bytes = visits * tokens * self.row_bytes(self.work.residual_size)
+        product_s = self.rates.product_s(task.resource, tokens, mixers.share(1, 2))
+        return factors * product_s + self.rates.moved_s(task.resource, num_bytes)
+
     def row_bytes(self, width: int) -> int:
         return self.work.bytes_per_element * width
 
@@ -463,12 +478,12 @@ class StepCost:
 
 
 def _embed_s(cost: StepCost, task: Task) -> float:
-    num_bytes = 2 * cost.micro_batch(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    num_bytes = 2 * cost.micro_batch(task).tokens * cost.row_bytes(cost.work.residual_size)
     return cost.rates.moved_s(task.resource, num_bytes)
 
 
 def _up_s(cost: StepCost, task: Task) -> float:
-    num_bytes = cost.micro_batch(task).tokens * cost.row_bytes(cost.work.hidden_size)
+    num_bytes = cost.micro_batch(task).tokens * cost.row_bytes(cost.work.residual_size)
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
@@ -476,9 +491,10 @@ def _pre_s(cost: StepCost, task: Task) -> float:
     """Q, K, V projections: GA of MoE-Lens, section 6.4; MoE-Lightning, section 4.2, omits them."""
     tokens, layer, hidden = cost.micro_batch(task).tokens, cost.layer(task), cost.work.hidden_size
     width = 2 * (hidden + layer.pre.parameters // hidden)
-    return cost.rates.product_s(task.resource, tokens, layer.pre) + cost.rates.between_s(
+    seconds = cost.rates.product_s(task.resource, tokens, layer.pre) + cost.rates.between_s(
         task.resource, tokens * cost.row_bytes(width)
     )
+    return seconds + cost.mixing_s(task, tokens, factors=1, visits=2)
 
 
 def _qkv_s(cost: StepCost, task: Task) -> float:
@@ -524,7 +540,9 @@ def _post_s(cost: StepCost, task: Task) -> float:
     layer, tokens = cost.layer(task), cost.micro_batch(task).tokens
     seconds = cost.rates.product_s(task.resource, tokens, layer.post.plus(layer.router))
     between = tokens * cost.row_bytes(4 * cost.work.hidden_size)
-    return seconds + cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
+    seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
+    again = 1 if layer.state_bytes else 0  # a gate of states reads the input of attention
+    return seconds + cost.mixing_s(task, tokens, factors=2 + again, visits=5 + 2 * again)
 
 
 def _experts_s(cost: StepCost, task: Task) -> float:
@@ -550,6 +568,7 @@ def _experts_s(cost: StepCost, task: Task) -> float:
         between = tokens * cost.row_bytes(3 * cost.work.hidden_size)
         seconds += rates.network_s(task.resource, tokens, layer.common)
         seconds += rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
+        seconds += cost.mixing_s(task, tokens, factors=0, visits=2)
     return seconds + cost.experts_s(task, tokens, share)
 
 

@@ -93,7 +93,7 @@ def host_footprint(
 def _host_activations(work: ModelWork, placement: Placement) -> int:
     """Bytes of the host's buffers of a step that goes to a device and back."""
     element = work.bytes_per_element
-    of_token = work.hidden_size * element
+    of_token = work.residual_size * element
     if placement.has_host_experts:  # their input, routing and sums
         top_k = max(layer.top_k for layer in work.kinds)
         of_token += work.expert_input * (element + SUM_BYTES) + top_k * ROUTING_BYTES
@@ -113,7 +113,7 @@ def _host_token_bytes(model: ModelSpec, work: ModelWork) -> int:
         else:
             width += 2 * ffn.hidden
         widest = max(widest, width)
-    return work.bytes_per_element * (widest + 5 * hidden)
+    return work.bytes_per_element * (widest + 4 * hidden + work.residual_size)
 
 
 def _embedding_bytes(model: ModelSpec, work: ModelWork) -> int:
@@ -150,8 +150,9 @@ def _layer_block_bytes(work: ModelWork) -> int:
 
 def _routed(work: ModelWork, tokens: int) -> int:
     top_k = max(layer.top_k for layer in work.kinds)
-    elements = 2 * work.hidden_size + work.has_latent_experts * work.expert_input
-    return tokens * (elements * work.bytes_per_element + top_k * 2 * FLOAT_BYTES)
+    elements = work.residual_size + work.hidden_size + work.has_latent_experts * work.expert_input
+    floats = 2 * top_k + work.stream_factors
+    return tokens * (elements * work.bytes_per_element + floats * FLOAT_BYTES)
 
 
 def _intermediates(model: ModelSpec, work: ModelWork, tokens: int, groups: int) -> int:

@@ -2,6 +2,7 @@
 
 Assumptions:
 - Biases and norms are left out. A quantised matrix counts its stored bytes.
+- Of several streams only the products with their matrices count, not the sums of streams.
 - Latent attention decodes in the absorbed form: queries are projected into the latent space before
   attention and results out of it after, so attention reads only the cache. Prompts use the plain
   form, which has as many products with the same matrices.
@@ -20,6 +21,7 @@ from raymoe.specs.layer_weights import (
     HEAD,
     KV_UP,
     LATENT_IN,
+    MIXERS,
     OUTPUT,
     OUTPUT_GATE,
     RECURRENT,
@@ -50,6 +52,7 @@ _READERS = (
     (KV_UP, "up_project"),
     (LATENT_IN, "post"),
     *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
+    *((name, "mixers") for name in MIXERS),
 )
 
 
@@ -82,6 +85,9 @@ class LayerWork:
     expert_input: int  # elements that an expert reads and writes, of the hidden state or its latent
     expert_hidden: int  # outputs of an expert's first projections; 0 in a dense layer
     common_hidden: int  # those of the dense network or the shared expert
+    # Matrices of which the factors of streams come, around attention and around the network. Those
+    # of attention are computed for its input and again to add its result.
+    mixers: Matrices
     window: int | None = None  # tokens that a token attends to at most; None for all
     # Of a layer that keeps a state: its bytes per sequence, and operations per token.
     state_bytes: int = 0
@@ -121,6 +127,7 @@ class LayerWork:
             expert_input=moe.input_size(hidden) if moe else hidden,
             expert_hidden=moe.expert_hidden if moe else 0,
             common_hidden=_common_hidden(layer),
+            mixers=parts["mixers"],
             window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
@@ -136,7 +143,7 @@ class LayerWork:
 
     @property
     def ffn_token_flop(self) -> int:
-        """Feed-forward operations of one token without the router."""
+        """Feed-forward operations of one token without router and streams."""
         return 2 * (self.common.parameters + self.top_k * self.expert.parameters)
 
     def activated_experts(self, tokens: float) -> float:
@@ -148,6 +155,7 @@ class LayerWork:
 
     def weight_bytes(self, num_experts: float) -> float:
         always = self.pre.num_bytes + self.post.num_bytes + self.router.num_bytes
+        always += self.mixers.num_bytes
         return always + self.common.num_bytes + num_experts * self.expert.num_bytes
 
 
@@ -155,6 +163,8 @@ class LayerWork:
 class ModelWork:
     layers: tuple[LayerWork, ...]
     hidden_size: int
+    residual_size: int  # elements of a token's hidden state between blocks, all streams together
+    stream_factors: int  # float32 numbers that a block with several streams keeps for a token
     head: Matrices
     bytes_per_element: int
     num_ranks: int = 1  # ranks that all-reduce the hidden state twice per layer
@@ -172,6 +182,8 @@ class ModelWork:
                 LayerWork.of(model, i, bytes_per_element, kv_bytes) for i in range(model.num_layers)
             ),
             hidden_size=model.hidden_size,
+            residual_size=model.residual_size,
+            stream_factors=0 if model.streams is None else model.streams.num_factors,
             head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
             num_ranks=model.num_shards,
@@ -193,6 +205,7 @@ class ModelWork:
         """Operations of one token in all layers, without attention scores and head."""
         return sum(
             2 * (layer.attention_parameters + layer.router_parameters)
+            + 3 * layer.mixers.parameters  # three products with a half of them
             + layer.ffn_token_flop
             + layer.state_flop
             for layer in self.layers
@@ -251,6 +264,7 @@ def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, 
         "post": [],
         "router": [],
         "up_project": [],
+        "mixers": [],
     }
     for name, shape in attention_weights(layer, hidden_size):
         reader = next((part for prefix, part in _READERS if name.startswith(prefix)), "pre")

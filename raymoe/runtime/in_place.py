@@ -40,6 +40,7 @@ class InPlaceState:
     attention_TX: Tensor | None = None
     normed_TH: Tensor | None = None
     routing: Routing | None = None
+    factors_TF: Tensor | None = None
     wanted_RH: Tensor | None = None
 
 
@@ -133,7 +134,7 @@ class InPlace:
     def post(self, task: Task, state: InPlaceState) -> None:
         assert state.hidden_TH is not None
         assert state.attention_TX is not None
-        state.hidden_TH, state.normed_TH, state.routing = self.decoder.post(
+        state.hidden_TH, state.normed_TH, state.routing, state.factors_TF = self.decoder.post(
             task.layer, state.hidden_TH, state.attention_TX
         )
         state.attention_TX = None
@@ -142,7 +143,11 @@ class InPlace:
         assert state.hidden_TH is not None
         assert state.normed_TH is not None
         state.hidden_TH = self.decoder.ffn(
-            task.layer, state.hidden_TH, state.normed_TH, state.routing
+            task.layer,
+            state.hidden_TH,
+            state.normed_TH,
+            state.routing,
+            factors_TF=state.factors_TF,
         )
 
     def head(self, _task: Task, state: InPlaceState) -> None:

@@ -285,9 +285,10 @@ class StreamedMemory:
         rows, device = state.micro_batch(task).rows, self.device
         top_k = self.top_k[task.layer]
         routing = device.routing(rows, top_k) if top_k else None
-        out = Posted(device.hidden_TH[rows], device.normed_TH[rows], routing)
+        factors_TF = None if device.factors_TF is None else device.factors_TF[rows]
+        out = Posted(device.hidden_TH[rows], device.normed_TH[rows], routing, factors_TF)
         self._decoder(state).post(task.layer, out.hidden_TH, self._attended(task, state), out)
-        used = [out.normed_TH, *(routing or ())]
+        used = [out.normed_TH, *(routing or ()), *(() if factors_TF is None else (factors_TF,))]
         latent_TL = self._latent(task.layer, rows)
         if latent_TL is not None:
             used.append(self._decoder(state).to_latent(task.layer, out.normed_TH, latent_TL))
@@ -357,7 +358,8 @@ class StreamedMemory:
                 returned_TL = device.returned_sum(_key_of(task, _RETURNED), len(sum_TL))
                 sum_TL = sum_TL.add_(returned_TL) if group else returned_TL
             chosen = sum_TL.to(hidden_TH.dtype)
-        decoder.ffn(layer, hidden_TH, normed_TH, chosen, latent_TL=latent_TL)
+        factors_TF = None if device.factors_TF is None else device.factors_TF[rows]
+        decoder.ffn(layer, hidden_TH, normed_TH, chosen, latent_TL=latent_TL, factors_TF=factors_TF)
 
     def _experts_of(self, layer: int, group: int, pages: LayerPlacement) -> range:
         """Experts of a group that the device computes."""

@@ -11,6 +11,7 @@ from raymoe.specs.layers import (
     LayerSpec,
     MoeSpec,
     RecurrentSpec,
+    StreamsSpec,
     projections_of,
 )
 
@@ -25,6 +26,8 @@ OUTPUT = "self_attn.o_proj"
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 RECURRENT = "linear_attn."
+# What attention and the feed-forward network read of several streams, and add to them.
+MIXERS = ATTENTION_MIXER, FFN_MIXER = "attention_mixer", "ffn_mixer"
 LATENT_IN, LATENT_OUT = "mlp.latent_in_proj", "mlp.latent_out_proj"
 
 
@@ -77,6 +80,9 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     """Weights read around attention: norms, projections, router, projection to a latent."""
+    if layer.streams is not None:
+        for name in (ATTENTION_MIXER, FFN_MIXER):
+            yield from _mixer(name, layer.streams, hidden_size)
     if layer.norms.before_attention:
         yield from _norm(INPUT_NORM, layer, hidden_size)
     if isinstance(layer.attention, AttentionSpec):
@@ -121,6 +127,12 @@ def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShap
     """Weights of one expert; all experts of a layer have the same shapes."""
     network = DenseSpec(hidden=moe.expert_hidden, activation=moe.activation, has_bias=moe.has_bias)
     yield from _network(f"{EXPERTS}{expert}.", network, moe.input_size(hidden_size))
+
+
+def _mixer(name: str, streams: StreamsSpec, hidden_size: int) -> NamedShapes:
+    yield f"{name}.weight", (streams.num_factors, streams.count * hidden_size)
+    yield f"{name}.base", (streams.num_factors,)
+    yield f"{name}.scale", (streams.num_scales,)
 
 
 def _norm(name: str, layer: LayerSpec, hidden_size: int) -> NamedShapes:

@@ -388,6 +388,7 @@ __all__ = [
     "RouterSpec",
     "Scoring",
     "SharedSpec",
+    "StreamsSpec",
     "TokenShapes",
     "largest_sizes",
     "projections_of",
@@ -540,6 +541,38 @@ class NormLayout:
     after_ffn: bool = False
 
 
+StreamMerge = Literal["mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsSpec:
+    """A hidden state of several streams, all as wide as the input of a block (mHC).
+
+    A matrix turns the streams of a token into logits, one for each factor: `pre` weighs the streams
+    that a block reads, `post` its result in each stream, and a matrix mixes the streams before that
+    is added. The sums of its rows and columns are brought near 1 in turns. At first the streams are
+    copies of the embedding.
+
+    Source: Manifold-Constrained Hyper-Connections (arXiv 2512.24880), section 4.2.
+    """
+
+    count: int
+    eps: float  # added to `pre`, to the matrix and to the sums that divide it
+    norm_eps: float  # of the RMS norm of all streams, without a weight, that the logits read
+    sinkhorn_iterations: int  # how often columns are divided by their sums; rows once less
+    merge: StreamMerge = "mean"  # what the streams become after the last layer
+
+    @property
+    def num_factors(self) -> int:
+        """Logits of a block: `pre`, `post`, then the matrix."""
+        return (2 + self.count) * self.count
+
+    @property
+    def num_scales(self) -> int:
+        """Factors of the logits of `pre`, `post` and the matrix."""
+        return 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One decoder layer: attention, residual, feed-forward network, residual, and norms."""
@@ -552,6 +585,7 @@ class LayerSpec:
     is_parallel: bool = False
     has_norm_bias: bool = False
     has_scalar: bool = False  # whether a learned number multiplies the hidden state at the end
+    streams: StreamsSpec | None = None  # None: the hidden state is one stream
 
     @property
     def has_network(self) -> bool:

@@ -50,6 +50,7 @@ from raymoe.specs.layers import (
     RecurrentSpec,
     RouterSpec,
     SharedSpec,
+    StreamsSpec,
 )
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
@@ -141,6 +142,16 @@ class ModelSpec:
     def restart_length(self) -> int | None:
         """Length beyond which a row computes all its KV again; None if it never does."""
         return next((rope.restart_length for rope in self.ropes), None)
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """Those of the hidden state, which all layers share; None if it is one."""
+        return self.layers[0].streams
+
+    @property
+    def residual_size(self) -> int:
+        """Elements of a token's hidden state between blocks, all streams together."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def num_layers(self) -> int:

@@ -75,7 +75,7 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     batch = to_device(
         StagedRows(PagedBatch.of(BATCH, with_kv[0]), StateBatch.of(BATCH, DEVICE)), DEVICE
     )
-    hidden_TH = torch.empty(NUM_TOKENS, spec.hidden_size, device=DEVICE)
+    hidden_TH = torch.empty(NUM_TOKENS, spec.residual_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
@@ -86,9 +86,9 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
             staged = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
         attention_TX = decoder.attend_staged(i, projected, staged, batch)
         assert attention_TX.device == DEVICE
-        hidden_TH, normed_TH, routing = decoder.post(i, hidden_TH, attention_TX)
+        hidden_TH, normed_TH, routing, factors_TF = decoder.post(i, hidden_TH, attention_TX)
         if isinstance(layer.ffn, DenseSpec):
-            hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing)
+            hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing, factors_TF=factors_TF)
         else:
             assert routing is not None
             assert routing.topk_weights_TK.device == DEVICE

@@ -1,0 +1,72 @@
+"""How blocks read a hidden state of several streams, and how their results are added to it.
+
+T tokens, H hidden size, X columns of all streams side by side, F factors of a token. A block is
+attention or a feed-forward network. The decoder knows neither how many streams there are nor how
+they are mixed; a hidden state of one stream has no mixers.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from raymoe.kernels.streams import MixerWeights, add_to_streams_, read_streams, stream_logits
+from raymoe.model.loading import Loader
+from raymoe.specs.layer_weights import ATTENTION_MIXER, FFN_MIXER
+from raymoe.specs.layers import StreamsSpec
+
+
+class Mixer(Protocol):
+    """The streams around one block, which depend on each other by factors of each token."""
+
+    def factors(self, hidden_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute float32 factors of the streams that the block reads, [T, F], in `out`."""
+
+    def read(self, hidden_TX: Tensor, factors_TF: Tensor) -> Tensor:
+        """Return the input of the block before its norm, [T, H]."""
+
+    def add_(self, hidden_TX: Tensor, delta_TH: Tensor, factors_TF: Tensor) -> None:
+        """Mix the streams that the block has read and add its result, in place."""
+
+
+class HyperConnection:
+    """The mixer of mHC, whose factors are logits."""
+
+    def __init__(self, spec: StreamsSpec, loader: Loader, name: str) -> None:
+        self._spec, count = spec, spec.count
+        scale = loader.score_vector(f"{name}.scale")
+        sizes = scale.new_tensor([count, count, count * count]).long()
+        self._weights = MixerWeights(
+            loader.float_matrix(name),
+            scale.repeat_interleave(sizes),
+            loader.score_vector(f"{name}.base"),
+        )
+
+    def factors(self, hidden_TX: Tensor, out: Tensor | None = None) -> Tensor:
+        return stream_logits(hidden_TX, self._weights, self._spec, out)
+
+    def read(self, hidden_TX: Tensor, factors_TF: Tensor) -> Tensor:
+        return read_streams(hidden_TX, factors_TF, self._spec)
+
+    def add_(self, hidden_TX: Tensor, delta_TH: Tensor, factors_TF: Tensor) -> None:
+        add_to_streams_(hidden_TX, delta_TH, factors_TF, self._spec)
+
+
+def load_mixers(spec: StreamsSpec, loader: Loader, prefix: str) -> tuple[Mixer, Mixer]:
+    """Those of attention and of the feed-forward network of a layer."""
+    attention, ffn = (
+        HyperConnection(spec, loader, prefix + name) for name in (ATTENTION_MIXER, FFN_MIXER)
+    )
+    return attention, ffn
+
+
+def spread(embedded_TH: Tensor, spec: StreamsSpec | None) -> Tensor:
+    """Return the hidden state before the first layer."""
+    return embedded_TH if spec is None else embedded_TH.repeat(1, spec.count)
+
+
+def merge(hidden_TX: Tensor, spec: StreamsSpec | None) -> Tensor:
+    """Return the mean of the streams, which the final norm reads, [T, H]."""
+    if spec is None:
+        return hidden_TX
+    num_tokens, size = hidden_TX.shape
+    return hidden_TX.view(num_tokens, spec.count, size // spec.count).mean(1)
