@@ -11,10 +11,12 @@ from torch.nn import functional
 
 from raymoe.model.rope import dynamic_frequencies, inverse_frequencies
 from raymoe.specs.layer_weights import (
+    ATTENTION_MIXER,
     ATTENTION_RESULT_NORM,
     EMBEDDING,
     EXPERTS_INPUT_NORM,
     EXPERTS_RESULT_NORM,
+    FFN_MIXER,
     FFN_NORM,
     FFN_RESULT_NORM,
     FINAL_NORM,
@@ -109,6 +111,55 @@ def _frequencies(spec: RopeSpec, lengths_T: Tensor) -> Tensor:
     return torch.where(is_long_T1, sets[-1], sets[0])
 
 
+class _Residual:
+    """A hidden state of one stream [T, 1, H]."""
+
+    def __init__(self, model: "ReferenceModel", embedded_TH: Tensor) -> None:
+        self.hidden_TSH = embedded_TH[:, None]
+        self._multiplier = model.spec.residual_multiplier
+
+    def read(self, _name: str) -> Tensor:
+        return self.hidden_TSH[:, 0]
+
+    def add(self, result_TH: Tensor) -> None:
+        self.hidden_TSH = self.hidden_TSH + (result_TH * self._multiplier)[:, None]
+
+
+class _Streams:
+    """A hidden state of several streams [T, S, H], and the factors of the block that reads it."""
+
+    def __init__(self, model: "ReferenceModel", embedded_TH: Tensor) -> None:
+        assert model.spec.streams is not None
+        self._model, self._spec = model, model.spec.streams
+        self.hidden_TSH = embedded_TH[:, None].repeat(1, self._spec.count, 1)
+
+    def read(self, name: str) -> Tensor:
+        spec, model, wide = self._spec, self._model, self._model._wide
+        wide_TX = self.hidden_TSH.to(wide).flatten(1)
+        normed_TX = wide_TX * torch.rsqrt(wide_TX.square().mean(1, keepdim=True) + spec.norm_eps)
+        weight_FX, base_F, scale = (
+            model._weight(f"{name}.{leaf}").to(wide) for leaf in ("weight", "base", "scale")
+        )
+        sizes = [spec.count, spec.count, spec.count**2]
+        parts = functional.linear(normed_TX, weight_FX).split(sizes, dim=1)
+        pre_TS, post_TS, matrix_TX = (
+            part * factor + base
+            for part, factor, base in zip(parts, scale, base_F.split(sizes), strict=True)
+        )
+        self._post_TS1 = (2 * post_TS.sigmoid()).to(model.dtype)[..., None]
+        matrix_TSS = matrix_TX.unflatten(1, (spec.count, spec.count)).softmax(-1) + spec.eps
+        for step in range(2 * spec.sinkhorn_iterations - 1):
+            axis = 1 if step % 2 == 0 else 2
+            matrix_TSS = matrix_TSS / (matrix_TSS.sum(axis, keepdim=True) + spec.eps)
+        self._matrix_TSS = matrix_TSS.to(model.dtype)
+        weighted_TSH = (pre_TS.sigmoid() + spec.eps)[..., None] * self.hidden_TSH
+        return weighted_TSH.sum(1).to(model.dtype)
+
+    def add(self, result_TH: Tensor) -> None:
+        mixed_TSH = torch.einsum("tjk,tjh->tkh", self._matrix_TSS, self.hidden_TSH)
+        self.hidden_TSH = self._post_TS1 * result_TH[:, None] + mixed_TSH
+
+
 @dataclass
 class _Rotation:
     cosine: Tensor
@@ -152,9 +203,11 @@ class ReferenceModel:
         if spec.rounds_embedding_multiplier:
             multiplier = multiplier.to(self.dtype)
         hidden_TH = self._weight(EMBEDDING)[torch.tensor(token_ids)] * float(multiplier)
+        residual = (_Residual if spec.streams is None else _Streams)(self, hidden_TH)
         for i, layer in enumerate(spec.layers):
             prefix = layer_prefix(i)
             norms = layer.norms
+            hidden_TH = residual.read(f"{prefix}{ATTENTION_MIXER}")
             normed_TH = self._norm(hidden_TH, f"{prefix}{INPUT_NORM}", norms.before_attention)
             rotation = self._rotation(layer.rope, len(token_ids), prompt_tokens or len(token_ids))
             attention = self._attention(
@@ -163,7 +216,8 @@ class ReferenceModel:
             attention = self._norm(
                 attention, f"{prefix}{ATTENTION_RESULT_NORM}", norms.after_attention
             )
-            hidden_TH = hidden_TH + attention * spec.residual_multiplier
+            residual.add(attention)
+            hidden_TH = residual.read(f"{prefix}{FFN_MIXER}")
             if not layer.is_parallel:
                 normed_TH = self._norm(hidden_TH, f"{prefix}{FFN_NORM}", norms.before_ffn)
             if not layer.has_network:
@@ -173,10 +227,10 @@ class ReferenceModel:
             else:
                 ffn_TH = self._moe(hidden_TH, normed_TH, layer.ffn, prefix)
             ffn_TH = self._norm(ffn_TH, f"{prefix}{FFN_RESULT_NORM}", norms.after_ffn)
-            hidden_TH = hidden_TH + ffn_TH * spec.residual_multiplier
+            residual.add(ffn_TH)
             if layer.has_scalar:
-                hidden_TH = hidden_TH * self._weight(f"{prefix}{LAYER_SCALAR}")
-        normed_TH = self._norm(hidden_TH, FINAL_NORM.removesuffix(".weight"))
+                residual.hidden_TSH *= self._weight(f"{prefix}{LAYER_SCALAR}")
+        normed_TH = self._norm(residual.hidden_TSH.mean(1), FINAL_NORM.removesuffix(".weight"))
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
         bias_V = self._weight(HEAD_BIAS) if spec.has_head_bias else None
         logits_TV = functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor

@@ -136,7 +136,7 @@ class LatentLayout:
     def __post_init__(self) -> None:
         check_cache_dtype(self.dtype)
         for name, size in (("rank", self.rank), ("rope_dim", self.rope_dim)):
-            if size < 8 or size % 8:
+            if size % 8 or not self.rank:
                 raise ConfigError(
                     f"{name} of the latent is {size}; the kernels need multiples of 8"
                 )

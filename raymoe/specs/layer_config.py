@@ -30,6 +30,7 @@ from raymoe.specs.layers import (
     RecurrentSpec,
     RouterSpec,
     SharedSpec,
+    StreamsSpec,
 )
 from raymoe.specs.rope import SLIDING, RopeSpec
 
@@ -185,9 +186,11 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 HEAD_DIM_MULTIPLE = 8
+MAX_STREAMS = 8  # twice the largest published value
+MAX_SINKHORN_ITERATIONS = 100  # five times the largest published value
 MAX_EXPERTS = 4096  # ten times the largest published value
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times the largest published value
-# Epsilon of the latents' norms in every transformers class with latent attention: the default of
+# Epsilon of the latents' norms in most transformers classes with latent attention: the default of
 # their RMSNorm, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
 
@@ -210,7 +213,7 @@ def parse_layers(
                 f"{sum(sparse)} layers with {moe.num_experts} experts are {num_experts} experts; "
                 f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
             )
-    dense = None if all(sparse) else _dense(fields)
+    dense, streams = None if all(sparse) else _dense(fields), _streams(fields)
     name, family = fields.family.layers_without_network, fields.family
     bare = frozenset() if name is None else fields.integers(name)
     layers = []
@@ -238,6 +241,7 @@ def parse_layers(
                 is_parallel=family.is_parallel,
                 has_norm_bias=family.has_norm_bias,
                 has_scalar=family.has_layer_scalars,
+                streams=streams,
             )
         )
     return tuple(layers)
@@ -313,6 +317,23 @@ def _decay_bound(fields: ConfigFields, name: str | None) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < 0:
         raise ConfigError(f"config.json: {name} is {value!r}; expected a negative number, or null")
     return float(value)
+
+
+def _streams(fields: ConfigFields) -> StreamsSpec | None:
+    rule = fields.family.streams
+    if rule is None:
+        return None
+    count = fields.positive(rule.count)
+    if not 2 <= count <= MAX_STREAMS:
+        raise UnsupportedModelError(f"{rule.count} is {count}; supported: 2 to {MAX_STREAMS}")
+    return StreamsSpec(
+        count=count,
+        eps=fields.number(rule.eps),
+        norm_eps=fields.number_or(fields.family.norm_eps),
+        sinkhorn_iterations=fields.positive(
+            rule.sinkhorn_iterations, maximum=MAX_SINKHORN_ITERATIONS
+        ),
+    )
 
 
 def parse_attention(fields: ConfigFields) -> AttentionSpec:
@@ -399,14 +420,15 @@ def _heads_by_layer(fields: ConfigFields, num_layers: int) -> list[int]:
 
 def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
     num_heads = fields.positive("num_attention_heads")
-    nope, rope = fields.positive("qk_nope_head_dim"), fields.positive("qk_rope_head_dim")
+    nope, rope = fields.positive("qk_nope_head_dim"), fields.natural("qk_rope_head_dim")
     # Fields that transformers derives from others and writes as well.
     head_dim = nope + rope if fields.family.rope.is_part_of_head else rope
+    eps = fields.family.latent_norm_eps
     derived = {"num_key_value_heads": num_heads, "head_dim": head_dim, "qk_head_dim": nope + rope}
     for name, value in derived.items():
         if name in fields.family.ignored:
             continue
-        if fields.has(name) and fields.positive(name) != value:
+        if fields.has(name) and fields.natural(name) != value:
             raise ConfigError(
                 f"{name} is {fields.get(name)!r}; with latent attention of this configuration it "
                 f"must be {value}"
@@ -419,7 +441,7 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
         rope_head_dim=rope,
         value_head_dim=fields.positive("v_head_dim"),
         scale=(nope + rope) ** -0.5,
-        norm_eps=LATENT_NORM_EPS,
+        norm_eps=LATENT_NORM_EPS if eps is None else fields.number(eps),
         has_bias=fields.switch(fields.family.qkv_bias),
         gate=_gate(fields),
     )

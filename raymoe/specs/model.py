@@ -382,7 +382,9 @@ def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
     max_positions = fields.positive("max_position_embeddings")
     limit = max((rope.max_model_len for rope in ropes), default=max_positions)
     if family.context_limit and is_limited(fields):
-        limit = min(limit, prod(map(fields.positive, family.context_limit)))
+        selected = prod(map(fields.positive, family.context_limit))
+        pool = family.selected_pool
+        limit = min(limit, selected + (0 if pool is None else fields.positive(pool) - 1))
     return limit
 
 

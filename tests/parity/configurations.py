@@ -108,6 +108,7 @@ FAMILY_CONFIGS = {
     "youtu": "YoutuConfig",
     "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3_Config",
     "bailing_hybrid": "BailingHybridConfig",
+    "glm5_next": "Glm5NextConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -115,6 +116,7 @@ TEXT_CONFIGS = {
     "qwen3_omni_moe_text": "Qwen3OmniMoeTextConfig",
     "glm4v_moe_text": "Glm4vMoeTextConfig",
     "step3p5": "Step3p7TextConfig",
+    "glm5_next_text": "Glm5NextTextConfig",
 }
 
 

@@ -59,7 +59,9 @@ def randomise(model: PreTrainedModel) -> None:
         module, leaf = name.split(".")[-2:]
         if leaf.endswith("bias"):
             torch.nn.init.normal_(parameter.data, std=0.2)
-        elif leaf == "sinks":
+        elif leaf == "fn":  # of several streams
+            torch.nn.init.normal_(parameter.data, std=0.1)
+        elif leaf in {"base", "sinks"}:
             torch.nn.init.normal_(parameter.data)
         elif leaf in {"D", "scale", "per_expert_scale", "layer_scalar"} or "norm" in module:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)

@@ -89,6 +89,95 @@ def _wrapped(
     return common, wholes
 
 
+_INDEXED, _STATES = "indexed_attention", "linear_attention"
+_STREAMS = BASE | _EXPERTS | {"num_key_value_heads": 6, "num_hidden_layers": 4}
+_STREAMS |= {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_STREAMS |= {"n_routed_experts": 6, "linear_num_heads": 4, "linear_head_dim": 16, "hc_mult": 4}
+# No row of the tests is longer than what is selected in any case.
+_STREAMS |= {"index_topk": 128, "index_kpool": 4, "index_head_dim": 24, "index_n_heads": 2}
+_STREAMS |= {"layer_types": [_STATES, _STATES, _STATES, _INDEXED]}
+_STREAMS |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two streams, attention first and twice, biases, all sparse": {
+        "hc_mult": 2,
+        "num_hidden_layers": 3,
+        "layer_types": [_INDEXED, _INDEXED, _STATES],
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["sparse"] * 3,
+        "attention_bias": True,
+    },
+    "three streams divided once, large epsilon, decay without a bound": {
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 1,
+        "hc_eps": 0.01,
+        "rms_norm_eps": 0.1,
+        "linear_lower_bound": None,
+    },
+    "groups, scaled, low limits, 2 shared, top-3": {
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 0.7,
+        "swiglu_limit": 0.3,
+        "linear_lower_bound": -0.5,
+    },
+    "odd sizes, wide convolution, pools of 16, kinds of the class": {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "v_head_dim": 11,
+        "linear_num_heads": 9,
+        "linear_head_dim": 8,
+        "linear_conv_kernel_dim": 6,
+        "index_kpool": 16,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "num_hidden_layers": 5,
+    },
+    "five streams, narrow latent, wide values, not renormalised, tied": {
+        "hc_mult": 5,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 32,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 1,
+        "tie_word_embeddings": True,
+    },
+    AS_PUBLISHED: {
+        "layer_types": [_STATES, "deepseek_sparse_attention", _STATES, _STATES],
+        "linear_attn_config": {
+            "num_heads": 2,
+            "head_dim": 24,
+            "short_conv_kernel_size": 2,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [0, 2, 3],
+            "full_attn_layers": [1],
+        },
+        "indexer_types": ["full"] * 4,
+        "first_k_dense_replace": 1,
+        "head_dim": 0,
+        "qk_head_dim": 16,
+        "qk_rope_head_dim": 0,
+        "index_kpool_always_select_tail": True,
+        "index_kpool_compress": True,
+        "indexer_rope_interleave": True,
+        "index_share_for_mtp_iteration": True,
+        "mhc": True,
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_dtype": "float32",
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rms_norm_eps": 1e-5,
+    },
+}
+
 _QWEN_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _sections(3, 3, 2),
     "dense first layer, sparse step 2": {
@@ -202,6 +291,9 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
             AS_PUBLISHED: _STEP_PUBLISHED,
         },
         vision_config={"width": 32, "layers": 1, "heads": 2, "image_size": 56, "patch_size": 14},
+    ),
+    "glm5_next": _wrapped(
+        _STREAMS, _STREAMS_VARIANTS, vision_config=_SMALL | {"out_hidden_size": 48}
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
     "qwen3_5_moe": _wrapped(*STATE_FAMILIES["qwen3_5_moe_text"], vision_config=_DEEP),

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.families.rules import (
+    INDEXER_FIELDS,
     NOAUX_TC,
     SIGMOID_EXPERTS,
     TRAINING_FIELDS,
@@ -13,6 +14,7 @@ from raymoe.specs.families.rules import (
     RecurrentRule,
     RouterRule,
     SharedRule,
+    StreamsRule,
 )
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
@@ -36,6 +38,18 @@ _SLIDES = {"use_sliding_window": (True, None)}
 
 _AFTER_SILU = ClampRule(limit="swiglu_limits", offset=0.0, is_after_activation=True)
 _OAI_SWIGLU = ClampRule(gain="swiglu_alpha", limit="swiglu_limit")
+
+_SWIGLU_LIMIT = ClampRule(limit="swiglu_limit", offset=0.0)
+_KIMI_DELTA = RecurrentRule(
+    kind="kimi_delta",
+    layer_type="linear_attention",
+    num_key_heads="linear_num_heads",
+    num_heads="linear_num_heads",
+    key_dim="linear_head_dim",
+    value_dim="linear_head_dim",
+    conv_width="linear_conv_kernel_dim",
+    latent_width="linear_head_dim",
+)
 
 _GATED_DELTA_EXPERTS = MoeRule(
     num_experts="num_experts",
@@ -200,16 +214,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         qkv_bias="attention_bias",
         has_layer_types=True,
-        recurrent=RecurrentRule(
-            kind="kimi_delta",
-            layer_type="linear_attention",
-            num_key_heads="linear_num_heads",
-            num_heads="linear_num_heads",
-            key_dim="linear_head_dim",
-            value_dim="linear_head_dim",
-            conv_width="linear_conv_kernel_dim",
-            latent_width="linear_head_dim",
-        ),
+        recurrent=_KIMI_DELTA,
         moe=dataclasses.replace(SIGMOID_EXPERTS, num_experts="num_experts", sparse_layers="listed"),
     ),
     "bailing_hybrid": Family(
@@ -246,15 +251,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         gate="sigmoid",
         gate_granularity=True,
         has_layer_types=True,
-        recurrent=RecurrentRule(
-            kind="kimi_delta",
-            layer_type="linear_attention",
-            num_key_heads="linear_num_heads",
-            num_heads="linear_num_heads",
-            key_dim="linear_head_dim",
-            value_dim="linear_head_dim",
-            conv_width="linear_conv_kernel_dim",
-            decay_bound="kda_lower_bound",
+        recurrent=dataclasses.replace(
+            _KIMI_DELTA, latent_width=None, decay_bound="kda_lower_bound"
         ),
         clamp=dataclasses.replace(_AFTER_SILU, limit="share_expert_swiglu_limit_list"),
         module_names=(
@@ -269,6 +267,34 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             sparse_layers="listed",
             clamp=dataclasses.replace(_AFTER_SILU, limit="expert_swiglu_limit_list"),
         ),
+    ),
+    "glm5_next_text": Family(
+        architecture="Glm5NextForConditionalGeneration",
+        # Fields of the indexer, which selects tokens in longer contexts, and those that other
+        # engines read for what the class does in any case.
+        ignored=TRAINING_FIELDS
+        | INDEXER_FIELDS
+        | {"first_k_dense_replace", "head_dim", "index_kpool_compress"},
+        fixed=NOAUX_TC
+        | {
+            "index_kpool_always_select_tail": (True,),
+            "mhc": (True,),
+            "mla_use_nope": (True,),
+            "moe_router_dtype": ("float32",),
+            "qk_rope_head_dim": (0,),
+        },
+        rope=RopeRule(rotates_full_layers=False),
+        is_latent=True,
+        latent_norm_eps="rms_norm_eps",
+        streams=StreamsRule(),
+        context_limit=("index_topk",),
+        selected_pool="index_kpool",
+        full_layer_types=("indexed_attention", "deepseek_sparse_attention", "full_attention"),
+        qkv_bias="attention_bias",
+        has_layer_types=True,
+        recurrent=dataclasses.replace(_KIMI_DELTA, decay_bound="linear_lower_bound"),
+        clamp=_SWIGLU_LIMIT,
+        moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed", clamp=_SWIGLU_LIMIT),
     ),
     "lfm2_moe": Family(
         architecture="Lfm2MoeForCausalLM",

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.families.rules import (
+    INDEXER_FIELDS,
     NOAUX_TC,
     SHARED,
     SIGMOID,
@@ -16,20 +17,6 @@ from raymoe.specs.families.rules import (
 )
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
-
-# Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
-_INDEXER_FIELDS = frozenset(
-    {
-        "index_head_dim",
-        "index_n_heads",
-        "index_share_for_mtp_iteration",
-        "index_skip_topk_offset",
-        "index_topk_freq",
-        "index_topk_pattern",
-        "indexer_rope_interleave",
-        "indexer_types",
-    }
-)
 
 LATENT_FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(
@@ -101,7 +88,7 @@ LATENT_FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(
         architecture="DeepseekV32ForCausalLM",
         was_published_with_code=True,
-        ignored=TRAINING_FIELDS | _INDEXER_FIELDS,
+        ignored=TRAINING_FIELDS | INDEXER_FIELDS,
         fixed=NOAUX_TC | {"rope_interleave": (True,)},
         rope=RopeRule(is_interleaved=True),
         is_latent=True,
@@ -114,7 +101,7 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         architecture="GlmMoeDsaForCausalLM",
         aliases={"num_experts": "n_routed_experts"},
         # GLM-5 was published with the head_dim of its unrotated part, which nothing reads.
-        ignored=TRAINING_FIELDS | _INDEXER_FIELDS | {"head_dim"},
+        ignored=TRAINING_FIELDS | INDEXER_FIELDS | {"head_dim"},
         fixed=NOAUX_TC | {"moe_router_dtype": ("float32",), "rope_interleave": (True,)},
         rope=RopeRule(is_interleaved=True),
         is_latent=True,

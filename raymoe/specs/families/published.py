@@ -479,6 +479,36 @@ def _with_bounded_names(config: dict[str, object]) -> dict[str, object]:
 
 
 _PROJECTION = re.compile(r"\w+_proj")
+def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Take the sizes of linear attention out of an object of their own, as Kimi-Linear has one.
+
+    The class reads no lists of layers in it, which count from 0, and gives a bound of the decay
+    that is null its default, unless `safe_gate` says no.
+    """
+    nested, num_layers = config.pop("linear_attn_config", None), _num_layers(values)
+    found = config.get("layer_types") or [LINEAR if i % 4 < 3 else FULL for i in range(num_layers)]
+    config["layer_types"] = found
+    if config.get("mlp_layer_types") is None:
+        config["mlp_layer_types"] = ([DENSE] * 3 + [SPARSE] * num_layers)[:num_layers]
+    if nested is None:
+        return config
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"linear_attn_config is {nested!r:.100}; expected an object")
+    own = dict(nested)
+    sizes = _KIMI_SIZES | {"gate_lower_bound": "linear_lower_bound"}
+    config |= {sizes[name]: own.pop(name) for name in sizes.keys() & own.keys()}
+    bound = config.get("linear_lower_bound", values.get("linear_lower_bound"))
+    if own.pop("safe_gate", True) and bound is None:
+        config["linear_lower_bound"] = -5.0
+    states = [
+        i for i, kind in enumerate(found if isinstance(found, list) else ()) if kind == LINEAR
+    ]
+    others = [i for i in range(num_layers) if i not in states]
+    _remove(own, {"kda_layers": states, "full_attn_layers": others}, "linear_attn_config")
+    _remove(own, dict.fromkeys(own), "linear_attn_config")
+    return config
+
+
 _KIMI_SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -549,6 +579,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "cohere_compass_text": _cohere_compass,
     "exaone4": _exaone4,
     "bailing_hybrid": _bailing_hybrid,
+    "glm5_next_text": _glm5_next,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,

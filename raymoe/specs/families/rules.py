@@ -167,6 +167,15 @@ class RecurrentRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsRule:
+    """The streams of a family's hidden state, as in `StreamsSpec`."""
+
+    count: FieldName = "hc_mult"
+    eps: FieldName = "hc_eps"
+    sinkhorn_iterations: FieldName = "hc_sinkhorn_iters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a model family.
 
@@ -202,10 +211,16 @@ class Family:
     is_parallel: bool = False  # as in `LayerSpec`
     has_norm_bias: bool = False  # whether these norms have biases
     is_latent: bool = False  # whether attention is latent (MLA)
+    # Epsilon of the norms of latents; None: that of most classes, which read no field for it.
+    latent_norm_eps: FieldName | None = None
+    streams: StreamsRule | None = None  # None: the hidden state is one stream
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
     # Fields whose product is the context length beyond which attention would be sparse, which is
     # not implemented: longer contexts are refused.
     context_limit: tuple[FieldName, ...] = ()
+    # Field with the number of tokens that are selected together, where tokens at the end of a
+    # context that are fewer are selected in any case; None: tokens are selected one by one.
+    selected_pool: FieldName | None = None
     # Field that marks such layers where `layer_types` is absent, with a number for each.
     limited_layers: FieldName | None = None
     limited_layer_type: str | None = None  # name in `layer_types` of such layers; None: all
@@ -343,6 +358,19 @@ def _may_name(annotation: object) -> bool:
 # Fields of router training and of layers that predict a second token.
 TRAINING_FIELDS = frozenset(
     {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"}
+)
+# Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
+INDEXER_FIELDS = frozenset(
+    {
+        "index_head_dim",
+        "index_n_heads",
+        "index_share_for_mtp_iteration",
+        "index_skip_topk_offset",
+        "index_topk_freq",
+        "index_topk_pattern",
+        "indexer_rope_interleave",
+        "indexer_types",
+    }
 )
 NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 # DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs only for sums below that.

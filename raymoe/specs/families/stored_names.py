@@ -426,6 +426,30 @@ _BAILING_IN_ONE = replace(
     fused=_KIMI_IN_ONE.fused[1:],
 )
 
+
+def _mixers(fn: str) -> dict[str, str]:
+    """Names of the weights of mixers, from that of the matrix with "{}" for the block."""
+    return {
+        f"{ours}_mixer.{leaf}": fn.format(theirs).removesuffix("fn") + stored
+        for ours, theirs in (("attention", "attn"), ("ffn", "ffn"))
+        for leaf, stored in (("weight", "fn"), ("base", "base"), ("scale", "scale"))
+    }
+
+
+_GLM5_NEXT = Naming(
+    renamed={**_SHARED, **_mixers("hc_{}_fn"), **_KIMI_ATTENTION},
+    unread=(".self_attn.indexer.",),
+)
+_GLM5_NEXT_MODULES = Naming(
+    renamed={
+        "linear_attn.A_log": "self_attn.forget_gate.A_log",
+        **_mixers("{}_hc.fn"),
+        **(_KIMI_IN_ONE.renamed or {}),
+    },
+    fused=_KIMI_IN_ONE.fused[1:],
+    unread=_GLM5_NEXT.unread,
+)
+
 _LFM2 = Naming(
     renamed={
         "model.norm.": "model.embedding_norm.",
@@ -573,6 +597,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         replace(_BAILING, fused=(replace(_KIMI_DECAY, name="attention.A_log"),)),
         _BAILING_IN_ONE,
     ),
+    "glm5_next_text": (_GLM5_NEXT, _GLM5_NEXT_MODULES),
     "lfm2_moe": (_LFM2,),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (

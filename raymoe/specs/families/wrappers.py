@@ -87,6 +87,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
         architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
         texts=("qwen3_5_moe_text",),
     ),
+    "glm5_next": Wrapper(
+        architectures=("Glm5NextForConditionalGeneration",), texts=("glm5_next_text",)
+    ),
     "glm4v_moe": Wrapper(
         architectures=("Glm4vMoeForConditionalGeneration",), texts=("glm4v_moe_text",)
     ),

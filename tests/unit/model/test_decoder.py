@@ -80,6 +80,7 @@ OF_EACH_KIND = [
     in {
         *("mixtral", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "dbrx"),
         *("cohere2_moe", "qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear"),
+        "glm5_next",
     }
 ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raymoe.errors import CheckpointError
+from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.layers import DenseSpec, LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
@@ -137,3 +137,13 @@ def test_what_chooses_tokens_is_stored_and_not_read() -> None:
     other = indexer.replace("indexer", "selector")
     with pytest.raises(CheckpointError, match="selector"):
         locate_weights(spec, stored | {other: (128, 6144)}, files | {other: "x"})
+
+
+def test_pools_of_tokens_are_all_seen_while_as_many_as_are_selected_are_whole() -> None:
+    text = {"model_type": "glm5_next_text", "max_position_embeddings": 4096}
+    assert ModelSpec.from_config(text | {"index_kpool": 4}).max_model_len == 2048 + 3
+    assert ModelSpec.from_config(text).max_model_len == 2048 + 15  # pools of the class
+    assert ModelSpec.from_config(text | {"index_topk": 64}).max_model_len == 64 + 15
+    assert ModelSpec.from_config(text | {"max_position_embeddings": 100}).max_model_len == 100
+    with pytest.raises(UnsupportedModelError, match="index_kpool_always_select_tail = False"):
+        ModelSpec.from_config(text | {"index_kpool_always_select_tail": False})

@@ -160,6 +160,7 @@ LING2 = {  # what Ling-2.6 has and lacks
     if name not in {"no_kda_lora", "use_kda_lora", "short_conv_kernel_size", "mtp_use_kda"}
     and not name.startswith("kda_")
 }
+GLM = {"model_type": "glm5_next_text", "num_hidden_layers": 8}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,19 @@ LING2 = {  # what Ling-2.6 has and lacks
         (LING | {"head_dim": 16, "linear_head_dim": 16}, "head_dim is 16; .* must be 8"),
         (LING | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope"),
         (KIMI | {"layer_types": [FULL, "linear_attention"] * 2}, "say otherwise"),
+        (GLM | {"linear_attn_config": {"kda_layers": [1, 2, 3]}}, r"kda_layers = .* \[0, 1, 2, 4"),
+        (GLM | {"linear_attn_config": {"full_attn_layers": [4, 8]}}, r"full_attn_layers .*\[3, 7"),
+        (GLM | {"linear_attn_config": {"gate": 1}}, "gate = 1"),
+        (GLM | {"linear_attn_config": [4]}, "expected an object"),
+        (GLM | {"linear_lower_bound": 5.0}, "linear_lower_bound is 5.0"),
+        (GLM | {"qk_rope_head_dim": 64, "head_dim": 64}, "qk_rope_head_dim = 64"),
+        (GLM | {"mhc": False}, "mhc = False"),
+        (GLM | {"mla_use_nope": False}, "mla_use_nope = False"),
+        (GLM | {"hc_mult": 1}, "hc_mult is 1; supported: 2 to 8"),
+        (GLM | {"hc_mult": 9}, "hc_mult is 9; supported: 2 to 8"),
+        (GLM | {"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters"),
+        (GLM | {"hc_eps": -1.0}, "hc_eps"),
+        (GLM | {"num_key_value_heads": 8}, "num_key_value_heads is 8"),
     ],
 )
 def test_what_transformers_does_not_follow_is_refused_by_name(
