@@ -479,6 +479,8 @@ def _with_bounded_names(config: dict[str, object]) -> dict[str, object]:
 
 
 _PROJECTION = re.compile(r"\w+_proj")
+
+
 def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Take the sizes of linear attention out of an object of their own, as Kimi-Linear has one.
 
