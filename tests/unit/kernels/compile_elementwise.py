@@ -58,6 +58,7 @@ def routers(dtype: torch.dtype) -> Iterator[Launch]:
         logits_TE, bias_E, ids, weights, is_sigmoid=True, scale=2.5, groups=(8, 4), sums_two=True
     )
     yield kernels.route(logits_TE, None, ids, weights, min_sum=0.1, groups=(8, 3))
+    yield kernels.route(logits_TE, bias_E, ids, weights, is_sigmoid=True, chooses_by_logits=True)
 
 
 def choices(dtype: torch.dtype) -> Iterator[Launch]:
