@@ -169,6 +169,25 @@ def append_latent(
     context_tokens: Tensor,
     block_table: Tensor,
 ) -> None: ...
+def choose_positions(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+) -> None: ...
+def choose_blocks(
+    query: Tensor,
+    keys: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    block_tokens: int,
+    num_local: int,
+    out: Tensor,
+) -> None: ...
 def causal_conv(
     inputs: Tensor,
     weight: Tensor,

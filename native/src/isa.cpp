@@ -8,6 +8,7 @@
 #include "panels.h"
 #include "raymoe/attention.h"
 #include "raymoe/elementwise.h"
+#include "raymoe/index_selection.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/probe.h"
 #include "raymoe/row_experts.h"
@@ -114,5 +115,6 @@ RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)
 RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)
 RAYMOE_CHOOSE_KERNELS(RowKernels, row_kernels)
 RAYMOE_CHOOSE_KERNELS(StateKernels, state_kernels)
+RAYMOE_CHOOSE_KERNELS(IndexKernels, index_kernels)
 
 }  // namespace raymoe

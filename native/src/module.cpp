@@ -12,6 +12,7 @@
 #include "raymoe/elementwise.h"
 #include "raymoe/experts.h"
 #include "raymoe/isa.h"
+#include "raymoe/index_selection.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
 #include "raymoe/mover.h"
@@ -220,6 +221,17 @@ void bind_attention(py::module_& m) {
   m.def("append_latent", &append_latent, py::arg("latent"), py::arg("cache"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_latent_attention.py.");
+}
+
+void bind_selection(py::module_& m) {
+  m.def("choose_positions", &choose_positions, py::arg("query"), py::arg("weights"),
+        py::arg("keys"), py::arg("query_start"), py::arg("context_tokens"),
+        py::arg("block_table"), py::arg("out"), py::call_guard<py::gil_scoped_release>(),
+        "See kernels/selection.py.");
+  m.def("choose_blocks", &choose_blocks, py::arg("query"), py::arg("keys"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
+        py::arg("block_tokens"), py::arg("num_local"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/selection.py.");
 }
 
 void bind_state(py::module_& m) {
@@ -451,5 +463,6 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_codes(m);
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);
+  raymoe::bind_selection(m);
   raymoe::bind_state(m);
 }

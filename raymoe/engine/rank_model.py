@@ -91,8 +91,8 @@ class LoadJob:
 
 
 def configured_model(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model with the head and the type of states that the configuration asks for."""
-    spec = spec.with_state_dtype(config.state_dtype)
+    """The model with the head, type of states and length that the configuration asks for."""
+    spec = spec.with_state_dtype(config.state_dtype).within(config.max_model_len)
     return spec.with_head("none") if config.head == "none" else spec
 
 

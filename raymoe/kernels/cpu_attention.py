@@ -1,6 +1,6 @@
 """CPU kernels of paged attention: grouped-query and multi-head latent attention (MLA)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ from raymoe.kernels.paged_kv import (
 )
 
 
+class Chosen:
+    """What the layers of a step choose in turn: a layer may attend to what one before it chose.
+
+    Attributes:
+        positions: The choice of the last layer with an indexer of its own; by group of sequences
+            or in one tensor, as the kernels that made it read it.
+    """
+
+    __slots__ = ("positions",)
+
+    def __init__(self) -> None:
+        self.positions: tuple[Tensor, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """Maps the tokens of a step to sequences and to blocks of the KV cache; all tensors are int32.
@@ -28,6 +42,7 @@ class AttentionBatch:
         block_table: [S, M], blocks of each sequence; entries beyond its context are ignored.
         prompt_tokens: [S], prompt lengths. None: several new tokens are all prompt, one is not.
         slots: [S], where each sequence has its state; None where no layer keeps one.
+        chosen: Positions that an indexer chose in this step.
     """
 
     query_start: Tensor
@@ -35,6 +50,7 @@ class AttentionBatch:
     block_table: Tensor
     prompt_tokens: Tensor | None = None
     slots: Tensor | None = None
+    chosen: Chosen = field(default_factory=Chosen, compare=False)
 
     @property
     def num_new(self) -> Tensor:

@@ -1,8 +1,9 @@
 """Paged attention on a GPU: launches of the Triton kernels for grouped-query attention and MLA."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import e, log2
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from raymoe.kernels.gpu_attention_kernels import (
     merge_kernel,
 )
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, kernel_constants
-from raymoe.kernels.paged_kv import KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, LatentHeads, LatentLayout
 from raymoe.kernels.torch_attention import GATHERED_BYTES
 
 
@@ -39,7 +40,11 @@ class DeviceCache:
         keys: The whole memory, viewed as elements or as words of two elements.
         table_SM: int32, block table; or [S, 1], the first row of each sequence.
         key_strides: Strides between rows and between heads; rows only.
+        block_tokens: Rows of an entry of the block table.
+        block_size: Elements between its entries; latents only.
     """
+
+    CHOSEN_UNIT: ClassVar[int] = 8  # elements; all rows begin at multiples of it
 
     keys: Tensor
     values: Tensor
@@ -51,6 +56,8 @@ class DeviceCache:
     num_kv_heads: int
     key_strides: tuple[int, int] = (0, 0)
     value_strides: tuple[int, int] = (0, 0)
+    block_tokens: int = BLOCK_TOKENS
+    block_size: int = 0
 
     @classmethod
     def of_blocks(cls, cache: Tensor, layout: KvLayout, table_SM: Tensor) -> "DeviceCache":
@@ -69,7 +76,10 @@ class DeviceCache:
 
     @classmethod
     def of_latents(cls, cache: Tensor, layout: LatentLayout, table_SM: Tensor) -> "DeviceCache":
-        """Wrap latent blocks of one layer, [N, B, W]; the latents are the values of one head."""
+        """Wrap latent blocks of one layer, [N, B, W]; the latents are the values of one head.
+
+        Blocks may be strided.
+        """
         return cls(
             keys=cache,
             values=cache,
@@ -81,7 +91,18 @@ class DeviceCache:
             num_kv_heads=1,
             key_strides=(layout.width, 0),
             value_strides=(layout.width, 0),
+            block_size=cache.stride(0),
         )
+
+    @classmethod
+    def of_chosen(cls, cache: Tensor, layout: LatentLayout, places_LK: Tensor) -> "DeviceCache":
+        """Wrap the latent rows that each token chose, as if each were a block of its own.
+
+        Args:
+            places_LK: int32, where the rows begin, in units of `CHOSEN_UNIT` elements.
+        """
+        latents = cls.of_latents(cache, layout, places_LK)
+        return replace(latents, block_tokens=1, block_size=cls.CHOSEN_UNIT)
 
     @classmethod
     def of_rows(cls, keys_CGD: Tensor, values_CGV: Tensor, starts_S1: Tensor) -> "DeviceCache":
@@ -117,6 +138,8 @@ class DeviceCache:
             "key_head": self.key_strides[1],
             "value_row": self.value_strides[0] if self.is_paged else 0,
             "value_head": self.value_strides[1],
+            "block_tokens": self.block_tokens,
+            "block_size": self.block_size,
             "dot": TRITON_TYPES[compute.dot],
             "step": step,
             "num_steps": -(-self.dims[0] // self.pair // step),
@@ -320,8 +343,11 @@ def append_and_attend_latent_ragged(
 
     Tokens in `batch.alone` use the absorbed form, which reads only the cache. The others use the
     plain form, over keys and values that are up-projected for some heads at a time.
+
+    Args:
+        cache: Blocks [N, B, W]; they may be strided.
     """
-    cache.view(-1, cache.shape[2])[batch.slots_T] = latent_TW.to(cache.dtype)
+    append_latent_rows(latent_TW, cache, batch.slots_T)
     out_THV = _rows_of_heads(query_THD, heads.value_dim, out)
     if len(batch.tokens_A):
         _attend_absorbed(query_THD, cache, batch, out_THV, heads=heads, scoring=scoring)
@@ -336,6 +362,14 @@ def append_and_attend_latent_ragged(
             scoring=scoring,
         )
     return out_THV.flatten(1)
+
+
+def append_latent_rows(row_TW: Tensor, cache: Tensor, slots_T: Tensor) -> None:
+    """Write rows to their slots of blocks [N, B, W], which may be strided."""
+    if cache.is_contiguous():
+        cache.view(-1, cache.shape[2])[slots_T] = row_TW.to(cache.dtype)
+    else:
+        cache[slots_T // BLOCK_TOKENS, slots_T % BLOCK_TOKENS] = row_TW.to(cache.dtype)
 
 
 def _rows_of_heads(query_THD: Tensor, value_dim: int, out: Tensor | None) -> Tensor:
@@ -381,7 +415,8 @@ def _attend_plain(
     heads: LatentHeads,
     scoring: Scoring,
 ) -> None:
-    rows_CW = cache.view(-1, cache.shape[2])[up_projected.rows_C].to(query_THD.dtype)
+    rows_C = up_projected.rows_C
+    rows_CW = cache[rows_C // BLOCK_TOKENS, rows_C % BLOCK_TOKENS].to(query_THD.dtype)
     up_projected_dim = heads.query_dim + heads.nope_dim + 2 * heads.value_dim
     head_bytes = len(rows_CW) * up_projected_dim * rows_CW.dtype.itemsize
     num_heads = query_THD.shape[1]

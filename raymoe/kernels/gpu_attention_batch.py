@@ -4,7 +4,7 @@ This module does not import Triton, so that it can be used without a GPU.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
+from raymoe.kernels.selection import Division
 from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, shared_memory_kib
 from raymoe.specs.hardware import HOPPER
@@ -270,7 +271,68 @@ class LatentRaggedBatch:
         )
 
 
-StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoosingBatch:
+    """An `AttentionBatch` in which some tokens see more positions than an indexer chooses.
+
+    Attributes:
+        slots_T: int64, slot of each token in the cache, in tokens.
+        table_SM: int32 block table; entries beyond a context are not read.
+        early_T: int64, tokens that attend to all that they see; `early` counts only these.
+        late_T: int64, tokens that choose.
+        sequences_L: int32, row of each token that chooses in the block table.
+        positions_L: int32, its position.
+        num_positions: Exclusive upper bound of all positions.
+        tiles: Of the tokens that choose, each over its chosen rows.
+    """
+
+    compute: AttentionCompute
+    slots_T: Tensor
+    table_SM: Tensor
+    early_T: Tensor
+    early: LatentRaggedBatch
+    late_T: Tensor
+    sequences_L: Tensor
+    positions_L: Tensor
+    num_positions: int
+    tiles: Tiles
+    chosen: Chosen = field(default_factory=Chosen, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        batch: AttentionBatch,
+        layout: CacheLayout,
+        compute: AttentionCompute,
+        *,
+        min_plain_tokens: int,
+        top_k: int,
+    ) -> Self:
+        """Divide the tokens, on the host."""
+        division, work = Division.of(batch, top_k), _Work(batch)
+        late_T = division.late_T.numpy()
+        sequences_L = work.sequence_T[late_T]
+        firsts_S = work.contexts_S - work.num_scheduled_tokens_S
+        positions_L = firsts_S[sequences_L] + late_T - work.starts_S[sequences_L]
+        index_L, ones_L = np.arange(len(late_T)), np.ones(len(late_T), np.int64)
+        fields = (index_L, index_L, ones_L, np.full(len(late_T), top_k - 1))
+        return cls(
+            compute=compute,
+            slots_T=_tensor(work.slots_T, torch.int64),
+            table_SM=_tensor(work.table_SM, torch.int32),
+            early_T=division.early_T,
+            early=LatentRaggedBatch.of(
+                division.early, layout, compute, min_plain_tokens=min_plain_tokens
+            ),
+            late_T=division.late_T,
+            sequences_L=_tensor(sequences_L, torch.int32),
+            positions_L=_tensor(positions_L, torch.int32),
+            num_positions=int(work.contexts_S.max()),
+            tiles=Tiles(_tensor(np.stack(fields, axis=1), torch.int32), 1, top_k),
+        )
+
+
+StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch
 
 
 class _Work:

@@ -35,6 +35,8 @@ class KernelCache:
             are not paged have `row_heads` heads, an argument of the kernel: how many are made at
             once depends on the step.
         key_head: Stride between KV heads.
+        block_tokens: Rows that lie one after another for each entry of the block table.
+        block_size: Elements from one entry of the block table to the next.
         dot: Type of the products.
         step: Units of queries and keys in one product.
     """
@@ -50,6 +52,8 @@ class KernelCache:
     key_head: tl.constexpr
     value_row: tl.constexpr
     value_head: tl.constexpr
+    block_tokens: tl.constexpr
+    block_size: tl.constexpr
     dot: tl.constexpr
     step: tl.constexpr
     num_steps: tl.constexpr
@@ -162,13 +166,13 @@ def places_of(
     In a blocked cache, return where the block of each position begins.
     """
     if C.is_paged:
-        blocks = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=is_there, other=0)
+        blocks = tl.load(table_ptr + positions // C.block_tokens, mask=is_there, other=0)
         blocks = blocks.to(tl.int64)
         if C.is_blocked:
             size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim) // C.pair
             places = (blocks * C.num_kv_heads + kv_head) * size
         else:
-            places = (blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS) * ROW + kv_head * HEAD
+            places = blocks * C.block_size + positions % C.block_tokens * ROW + kv_head * HEAD
     else:
         first = tl.load(table_ptr).to(tl.int64)
         places = (first + positions) * (row_heads * HEAD) + kv_head * HEAD

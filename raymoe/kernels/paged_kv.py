@@ -159,6 +159,49 @@ class LatentLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedLayout:
+    """Blocks of another layout, each followed by the index keys of its tokens, [B, I].
+
+    Attributes:
+        attended: What attention reads.
+        index_dim: Elements of an index key (I).
+    """
+
+    attended: KvLayout | LatentLayout
+    index_dim: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.attended.dtype
+
+    @property
+    def _attended_elements(self) -> int:
+        return prod(self.attended.block_shape)
+
+    @property
+    def block_shape(self) -> tuple[int]:
+        return (self._attended_elements + BLOCK_TOKENS * self.index_dim,)
+
+    @property
+    def block_bytes(self) -> int:
+        return prod(self.block_shape) * self.dtype.itemsize
+
+    @property
+    def sequence_bytes(self) -> int:
+        return 0
+
+    def attended_blocks(self, cache: Tensor) -> Tensor:
+        """The blocks that attention reads, [N, *block_shape of `attended`]; a view."""
+        part_NX = cache[:, : self._attended_elements]
+        return part_NX.view(len(cache), *self.attended.block_shape)
+
+    def index_keys(self, cache: Tensor) -> Tensor:
+        """The index keys, [N, B, I]; a view."""
+        part_NX = cache[:, self._attended_elements :]
+        return part_NX.view(len(cache), BLOCK_TOKENS, self.index_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
     """States of the sequences' slots in bytes: all heads, then all last inputs of the convolution.
 

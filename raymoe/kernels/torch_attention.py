@@ -1,16 +1,17 @@
 """Paged attention with torch operators alone, for any device."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, CacheLayout, KvLayout, LatentHeads
+from raymoe.kernels.selection import IndexRows, chosen_of, index_scores
 
 # Upper bound of the blocks gathered in one call; device memory is scarce next to weights and KV.
 GATHERED_BYTES = 64 << 20
@@ -48,6 +49,7 @@ class PagedBatch:
     blocks_T: Tensor
     offsets_T: Tensor
     groups: tuple[Group, ...]
+    chosen: Chosen = field(default_factory=Chosen, compare=False)
 
     @classmethod
     def of(cls, batch: AttentionBatch, layout: CacheLayout) -> Self:
@@ -186,14 +188,19 @@ def append_and_attend_latent_paged(
     *,
     heads: LatentHeads,
     scale: float,
+    masks_SQC: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Append the latent rows of the step to the cache in place and attend; [T, H, V].
 
     The new tokens of a sequence use the form that needs fewer operations for so many tokens.
+
+    Args:
+        cache: Blocks [N, B, W]; they may be strided.
+        masks_SQC: Of each group, the positions that each token attends to; None for all.
     """
     cache[batch.blocks_T, batch.offsets_T] = latent_TW.to(cache.dtype)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], heads.value_dim)
-    for group in batch.groups:
+    for i, group in enumerate(batch.groups):
         rows_SCW = cache[group.block_table_SM].flatten(1, 2)
         num_positions, num_new = rows_SCW.shape[1], group.rows_SQ.shape[1]
         rows_SCW = rows_SCW.masked_fill(group.is_rest(num_positions)[..., None], 0)
@@ -201,11 +208,43 @@ def append_and_attend_latent_paged(
         out_THV[group.rows_SQ] = attend(
             query_THD[group.rows_SQ],
             rows_SCW.to(query_THD.dtype),
-            group.visible(num_positions),
+            group.visible(num_positions) if masks_SQC is None else masks_SQC[i],
             heads,
             scale=scale,
         )
     return out_THV
+
+
+def append_and_choose_paged(
+    rows: IndexRows, keys_NBI: Tensor, batch: PagedBatch, top_k: int
+) -> tuple[Tensor, ...]:
+    """Append index keys in place, and return masks of chosen positions, [S, Q, C] by group.
+
+    Chooses what `selection.choose_positions` does, but for scores that rounding makes differ.
+    """
+    keys_NBI[batch.blocks_T, batch.offsets_T] = rows.key_TI.to(keys_NBI.dtype)
+    return tuple(_chosen_mask(rows, keys_NBI, group, top_k) for group in batch.groups)
+
+
+def _chosen_mask(rows: IndexRows, keys_NBI: Tensor, group: Group, top_k: int) -> Tensor:
+    keys_SCI = keys_NBI[group.block_table_SM].flatten(1, 2)
+    _, num_positions, head_dim = keys_SCI.shape
+    mask_SQC = group.visible(num_positions)
+    if num_positions <= top_k:
+        return mask_SQC
+    weight_SQJ = rows.weight_TJ[group.rows_SQ]
+    query_SQX = rows.query_TX[group.rows_SQ]
+    query_SQJI = query_SQX.view(*query_SQX.shape[:2], -1, head_dim)
+    product_bytes = weight_SQJ[:, 0].numel() * num_positions * torch.float32.itemsize
+    at_once = max(1, GATHERED_BYTES // product_bytes)
+    for first in range(0, mask_SQC.shape[1], at_once):
+        some = slice(first, first + at_once)
+        scores_SqC = index_scores(query_SQJI[:, some], weight_SQJ[:, some], keys_SCI)
+        scores_SqC = scores_SqC.masked_fill(~mask_SQC[:, some], -torch.inf)
+        chosen_SqK = chosen_of(scores_SqC, top_k)
+        is_chosen_SqC = torch.zeros_like(mask_SQC[:, some]).scatter_(2, chosen_SqK, value=True)
+        mask_SQC[:, some] &= is_chosen_SqC
+    return mask_SQC
 
 
 def attend_plain(

@@ -12,6 +12,7 @@ from torch.nn import functional
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
+    Chosen,
     append,
     append_and_attend,
     append_and_attend_latent,
@@ -19,13 +20,27 @@ from raymoe.kernels.cpu_attention import (
     append_latent,
 )
 from raymoe.kernels.elementwise import Projected, Steps, latent_rope, qkv_rope, rms_norm
-from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch, RaggedBatch, StagedBatch
-from raymoe.kernels.paged_kv import CacheLayout, LatentHeads
+from raymoe.kernels.gpu_attention_batch import (
+    ChoosingBatch,
+    LatentRaggedBatch,
+    RaggedBatch,
+    StagedBatch,
+)
+from raymoe.kernels.paged_kv import CacheLayout, IndexedLayout, LatentHeads, LatentLayout
+from raymoe.kernels.selection import (
+    Division,
+    IndexRows,
+    attend_chosen,
+    choose_positions,
+    chooses,
+)
 from raymoe.kernels.torch_attention import (
     PagedBatch,
     append_and_attend_latent_paged,
     append_and_attend_paged,
+    append_and_choose_paged,
 )
+from raymoe.model.indexer import Indexer
 from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles
 from raymoe.specs.layers import GateActivation, OutputGate
@@ -251,11 +266,19 @@ _GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def latent_layout(spec: LatentAttentionSpec, dtype: torch.dtype) -> LatentLayout | IndexedLayout:
+    layout = LatentLayout(rank=spec.kv_lora_rank, rope_dim=spec.rope_head_dim, dtype=dtype)
+    if spec.indexer is None or spec.indexer.is_shared:
+        return layout
+    return IndexedLayout(attended=layout, index_dim=spec.indexer.head_dim)
+
+
 class LatentAttention:
     """Latent attention of one layer.
 
     Tokens of long prompts use the plain form, all others the absorbed form. A host without the
-    weights uses the absorbed form for all.
+    weights uses the absorbed form for all. So do tokens that choose among the positions they see,
+    by the index rows that are their values.
     """
 
     def __init__(
@@ -275,6 +298,9 @@ class LatentAttention:
         self._unfolding = loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads)
         self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
+        self._indexer: Indexer | None = None
+        if spec.indexer is not None and not spec.indexer.is_shared:
+            self._indexer = Indexer(spec.indexer, loader, f"{prefix}indexer.")
 
     @property
     def _heads(self) -> LatentHeads:
@@ -288,24 +314,96 @@ class LatentAttention:
         )
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
-        """Return rotated queries [T, A, D] and rows of the tokens [T, 1, W]; values are empty."""
+        """Return rotated queries [T, A, D] and rows of the tokens [T, 1, W].
+
+        Values are the index rows [T, 1, X], or empty.
+        """
         spec = self._spec
-        query_TAD = self._query_of(normed_TH).view(-1, spec.num_heads, spec.query_head_dim)
+        latent_TL = self._query_latent(normed_TH)
+        query_TAD = self._query(latent_TL).view(-1, spec.num_heads, spec.query_head_dim)
         row_TW = self._row(normed_TH)
-        return latent_rope(
+        projected = latent_rope(
             query_TAD,
             row_TW,
             angles,
             row_norm=self._row_norm,
             eps=spec.norm_eps,
             is_interleaved=self._is_interleaved,
-            out=out,
+            out=None if out is None else out._replace(value_TGV=out.value_TGV[..., :0]),
         )
+        if self._indexer is None:
+            return projected
+        index_T1X = self._indexer(normed_TH, latent_TL, angles)[:, None]
+        if out is not None:
+            index_T1X = out.value_TGV.copy_(index_T1X)
+        return projected._replace(value_TGV=index_T1X)
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
-        append_latent(projected.key_TGD[:, 0], cache, batch)
+        append_latent(projected.key_TGD[:, 0], self._append_index(projected, cache, batch), batch)
+
+    def _append_index(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Append the index keys; return the part of the cache that attention reads."""
+        layout = latent_layout(self._spec, cache.dtype)
+        if isinstance(layout, LatentLayout):
+            return cache
+        key_TI = self._index_rows(projected).key_TI
+        append_latent(key_TI, layout.index_keys(cache), batch)
+        return layout.attended_blocks(cache)
+
+    def _index_rows(self, projected: Projected) -> IndexRows:
+        indexer = self._spec.indexer
+        assert indexer is not None, "its layer has index rows"
+        return IndexRows.of(projected.value_TGV[:, 0], indexer.num_heads, indexer.head_dim)
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._attend_each(projected, cache, batch, is_absorbed=False)
+
+    def _attend_each(
+        self, projected: Projected, cache: Tensor, batch: AttentionBatch, *, is_absorbed: bool
+    ) -> Tensor:
+        """Attend from tokens that see few positions to all of these, from others to chosen ones."""
+        latents, indexer = self._append_index(projected, cache, batch), self._spec.indexer
+        attend_all = self._attend_all_absorbed if is_absorbed else self._attend_all
+        if indexer is None or not chooses(batch, indexer.top_k):
+            return attend_all(projected, latents, batch)
+        division = Division.of(batch, indexer.top_k)
+        early, late = (
+            Projected(*(tensor[rows] for tensor in projected))
+            for rows in (division.early_T, division.late_T)
+        )
+        width = self._spec.output_width if is_absorbed else self._spec.token_shapes.output
+        out_TX = projected.query_THD.new_empty(len(projected.query_THD), width)
+        if len(division.early_T):
+            out_TX[division.early_T] = attend_all(early, latents, division.early)
+        append_latent(late.key_TGD[:, 0], latents, division.late)
+        if not is_absorbed:
+            late = late._replace(query_THD=self.absorb(late.query_THD))
+        late_TX = self._attend_chosen(late, cache, division.late, batch.chosen)
+        out_TX[division.late_T] = late_TX if is_absorbed else self.up_project(late_TX)
+        return out_TX
+
+    def _attend_chosen(
+        self, absorbed: Projected, cache: Tensor, batch: AttentionBatch, chosen: Chosen
+    ) -> Tensor:
+        """Attend in absorbed form from tokens that choose; their rows are in the cache."""
+        indexer, layout = self._spec.indexer, latent_layout(self._spec, cache.dtype)
+        assert indexer is not None, "its tokens choose"
+        if isinstance(layout, IndexedLayout):
+            keys_NBI = layout.index_keys(cache)
+            rows = self._index_rows(absorbed)
+            chosen.positions = (choose_positions(rows, keys_NBI, batch, indexer.top_k),)
+            cache = layout.attended_blocks(cache)
+        (positions_TK,) = chosen.positions
+        return attend_chosen(
+            absorbed.query_THD,
+            cache,
+            batch,
+            positions_TK,
+            rank=self._spec.kv_lora_rank,
+            scale=self._spec.scale,
+        ).flatten(1)
+
+    def _attend_all(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         heads, query_TAD = self._heads, projected.query_THD
         out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], heads.value_dim)
         num_plain = self._num_plain(batch, heads)
@@ -325,7 +423,12 @@ class LatentAttention:
         compute = gpu_attention_batch.attention_compute(device, self._dtype)
         if compute is None:
             return PagedBatch.of(batch, layout)
-        return LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=self._min_plain_tokens)
+        indexer, minimum = self._spec.indexer, self._min_plain_tokens
+        if indexer is not None and chooses(batch, indexer.top_k):
+            return ChoosingBatch.of(
+                batch, layout, compute, min_plain_tokens=minimum, top_k=indexer.top_k
+            )
+        return LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=minimum)
 
     def attend_staged(
         self,
@@ -334,9 +437,16 @@ class LatentAttention:
         batch: StagedBatch,
         out: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(batch, LatentRaggedBatch):
+        if isinstance(batch, LatentRaggedBatch | ChoosingBatch):
             return self._attend_ragged(projected, staged, batch, out)
         assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
+        layout, indexer = latent_layout(self._spec, staged.dtype), self._spec.indexer
+        if isinstance(layout, IndexedLayout):
+            assert indexer is not None, "it has index keys"
+            batch.chosen.positions = append_and_choose_paged(
+                self._index_rows(projected), layout.index_keys(staged), batch, indexer.top_k
+            )
+            staged = layout.attended_blocks(staged)
         result_TAV = append_and_attend_latent_paged(
             projected.query_THD,
             projected.key_TGD[:, 0],
@@ -344,6 +454,7 @@ class LatentAttention:
             batch,
             heads=self._heads,
             scale=self._spec.scale,
+            masks_SQC=None if indexer is None else batch.chosen.positions,
         )
         return result_TAV.flatten(1) if out is None else out.copy_(result_TAV.flatten(1))
 
@@ -351,10 +462,15 @@ class LatentAttention:
         return self._heads.absorb(query_TAD, out)
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._attend_each(absorbed, cache, batch, is_absorbed=True)
+
+    def _attend_all_absorbed(
+        self, absorbed: Projected, latents: Tensor, batch: AttentionBatch
+    ) -> Tensor:
         return append_and_attend_latent(
             absorbed.query_THD,
             absorbed.key_TGD[:, 0],
-            cache,
+            latents,
             batch,
             rank=self._spec.kv_lora_rank,
             scale=self._spec.scale,
@@ -380,22 +496,41 @@ class LatentAttention:
         return self._heads_of(torch.empty(shape, device="meta")).min_plain_tokens
 
     def _attend_ragged(
-        self, projected: Projected, staged: Tensor, batch: LatentRaggedBatch, out: Tensor | None
+        self,
+        projected: Projected,
+        staged: Tensor,
+        batch: LatentRaggedBatch | ChoosingBatch,
+        out: Tensor | None,
     ) -> Tensor:
-        # This module imports Triton.
+        # These modules import Triton.
         from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
             Scoring,
             append_and_attend_latent_ragged,
+            append_latent_rows,
+        )
+        from raymoe.kernels.gpu_selection import (  # noqa: PLC0415
+            append_and_attend_chosen_ragged,
+            choose_positions_ragged,
         )
 
-        return append_and_attend_latent_ragged(
-            projected.query_THD,
-            projected.key_TGD[:, 0],
-            staged,
-            batch,
-            heads=self._heads,
-            scoring=Scoring(scale=self._spec.scale),
-            out=out,
+        layout, indexer = latent_layout(self._spec, staged.dtype), self._spec.indexer
+        query_TAD, latent_TW = projected.query_THD, projected.key_TGD[:, 0]
+        if isinstance(layout, IndexedLayout):
+            assert indexer is not None, "it has index keys"
+            rows, keys_NBI = self._index_rows(projected), layout.index_keys(staged)
+            append_latent_rows(rows.key_TI, keys_NBI, batch.slots_T)
+            if isinstance(batch, ChoosingBatch):
+                positions_LK = choose_positions_ragged(rows, keys_NBI, batch, indexer.top_k)
+                batch.chosen.positions = (positions_LK,)
+            staged = layout.attended_blocks(staged)
+        heads, scoring = self._heads, Scoring(scale=self._spec.scale)
+        if isinstance(batch, LatentRaggedBatch):
+            return append_and_attend_latent_ragged(
+                query_TAD, latent_TW, staged, batch, heads=heads, scoring=scoring, out=out
+            )
+        (positions_LK,) = batch.chosen.positions
+        return append_and_attend_chosen_ragged(
+            query_TAD, latent_TW, staged, batch, positions_LK, heads=heads, scoring=scoring, out=out
         )
 
     @staticmethod
@@ -419,10 +554,10 @@ class LatentAttention:
         self, projected: Projected, cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
         absorbed = projected._replace(query_THD=self.absorb(projected.query_THD))
-        return self.up_project(self.attend_absorbed(absorbed, cache, batch))
+        return self.up_project(self._attend_all_absorbed(absorbed, cache, batch))
 
-    def _query_of(self, normed_TH: Tensor) -> Tensor:
+    def _query_latent(self, normed_TH: Tensor) -> Tensor:
+        """What queries are projected from: a latent, or the input itself."""
         if self._query_down is None:
-            return self._query(normed_TH)
-        latent_TL = self._query_down(normed_TH)
-        return self._query(rms_norm(latent_TL, self._query_norm, self._spec.norm_eps))
+            return normed_TH
+        return rms_norm(self._query_down(normed_TH), self._query_norm, self._spec.norm_eps)

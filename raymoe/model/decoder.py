@@ -18,8 +18,8 @@ from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
-from raymoe.kernels.paged_kv import CacheLayout, KvLayout, LatentLayout, StateLayout
-from raymoe.model.attention import Attention, LatentAttention, LayerAttention
+from raymoe.kernels.paged_kv import CacheLayout, KvLayout
+from raymoe.model.attention import Attention, LatentAttention, LayerAttention, latent_layout
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
@@ -60,15 +60,11 @@ def cache_layouts(
     return tuple(_layout(layer.attention, kv_dtype, dtype or kv_dtype) for layer in spec.layers)
 
 
-def _layout(
-    attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dtype
-) -> KvLayout | LatentLayout | StateLayout:
+def _layout(attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dtype) -> CacheLayout:
     if isinstance(attention, RecurrentSpec):
         return state_layout(attention, dtype)
     if isinstance(attention, LatentAttentionSpec):
-        return LatentLayout(
-            rank=attention.kv_lora_rank, rope_dim=attention.rope_head_dim, dtype=kv_dtype
-        )
+        return latent_layout(attention, kv_dtype)
     return KvLayout(
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,

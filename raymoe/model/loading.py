@@ -327,7 +327,13 @@ class _ArenaPlan:
             total = self._linear([f"{prefix}q_a_proj"], rank, hidden_size)
             total += self._linear([f"{prefix}q_b_proj"], query_width, rank)
         row = [f"{prefix}kv_a_proj_with_mqa"]
-        total += self._linear(row, attention.cache_width, hidden_size)
+        total += self._linear(row, attention.row_width, hidden_size)
+        indexer = attention.indexer
+        if indexer is not None and not indexer.is_shared:
+            width, inputs = indexer.num_heads * indexer.head_dim, rank or hidden_size
+            total += self._linear([f"{prefix}indexer.wq_b"], width, inputs)
+            total += self._linear([f"{prefix}indexer.wk"], indexer.head_dim, hidden_size)
+            total += self._linear([f"{prefix}indexer.weights_proj"], indexer.num_heads, hidden_size)
         up_projected = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
         name = f"{prefix}kv_b_proj.weight"
         if packed_linear_is_used(self._dtype) or self._format(name) is not None:

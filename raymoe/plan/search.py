@@ -317,6 +317,7 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
         ConfigError: The model cannot be divided between so many GPUs, or the node has none.
         InfeasiblePlanError: The plan needs more memory than there is; includes the table.
     """
+    model = model.within(max_model_len)
     model, hardware = of_one_rank(model, hardware, tensor_parallel_size)
     workload = workload or DEFAULT_WORKLOAD
     work = ModelWork.of(model, bytes_per_element, kv_element_bytes=kv_bytes_per_element)

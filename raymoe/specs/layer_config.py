@@ -17,11 +17,13 @@ from raymoe.specs.families.rules import (
     SparseLayers,
 )
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
+from raymoe.specs.indexer_config import layer_indexers
 from raymoe.specs.layers import (
     AnyAttentionSpec,
     AttentionSpec,
     ClampSpec,
     DenseSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
@@ -203,6 +205,9 @@ def parse_layers(
     windows = layer_windows(fields, num_layers)
     recurrent = _recurrent(fields)
     heads, ropes = _heads_by_layer(fields, num_layers), _Ropes(fields, parse_rope)
+    indexers: tuple[IndexerSpec | None, ...] = (None,) * num_layers
+    if isinstance(attention, LatentAttentionSpec):
+        indexers = layer_indexers(fields, attention, num_layers)
     moe, rule = _moe(fields), fields.family.moe
     sparse = [False] * num_layers
     if moe is not None and rule is not None:
@@ -228,7 +233,7 @@ def parse_layers(
                 own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
             rope = ropes.of(i, window, own, is_sparse=is_sparse)
             if isinstance(own, LatentAttentionSpec):
-                own = _with_rope(own, window, rope)
+                own = replace(_with_rope(own, window, rope), indexer=indexers[i])
         ffn = _clamped(fields, moe if is_sparse else dense, i)
         if i in bare:
             ffn = DenseSpec(hidden=0, activation=_activation(fields))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raymoe.specs.layers import (
     AttentionSpec,
     DenseSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
@@ -25,6 +26,7 @@ ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
+INDEXER = "self_attn.indexer."
 RECURRENT = "linear_attn."
 # What attention and the feed-forward network read of several streams, and add to them.
 MIXERS = ATTENTION_MIXER, FFN_MIXER = "attention_mixer", "ffn_mixer"
@@ -170,12 +172,14 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
         yield from _linear("self_attn.q_a_proj", (rank, hidden_size), has_bias=has_bias)
         yield "self_attn.q_a_layernorm.weight", (rank,)
         yield "self_attn.q_b_proj.weight", (query_width, rank)
-    cached = (attention.cache_width, hidden_size)
+    cached = (attention.row_width, hidden_size)
     yield from _linear("self_attn.kv_a_proj_with_mqa", cached, has_bias=has_bias)
     yield "self_attn.kv_a_layernorm.weight", (attention.kv_lora_rank,)
     up_projected = heads * (attention.nope_head_dim + attention.value_head_dim)
     yield f"{KV_UP}.weight", (up_projected, attention.kv_lora_rank)
     yield from _gate(attention, hidden_size)
+    if attention.indexer is not None and not attention.indexer.is_shared:
+        yield from _indexer(attention.indexer, rank or hidden_size, hidden_size)
     value_width = heads * attention.value_head_dim
     yield from _linear(OUTPUT, (hidden_size, value_width), has_bias=has_bias)
 
@@ -184,6 +188,13 @@ def _gate(attention: AttentionSpec | LatentAttentionSpec, hidden_size: int) -> N
     if attention.gate is not None:
         shape = (attention.gate_width, hidden_size)
         yield from _linear(OUTPUT_GATE, shape, has_bias=attention.gate.has_bias)
+
+
+def _indexer(indexer: IndexerSpec, query_inputs: int, hidden_size: int) -> NamedShapes:
+    yield f"{INDEXER}wq_b.weight", (indexer.num_heads * indexer.head_dim, query_inputs)
+    yield f"{INDEXER}wk.weight", (indexer.head_dim, hidden_size)
+    yield from _linear(f"{INDEXER}k_norm", (indexer.head_dim,), has_bias=True)
+    yield f"{INDEXER}weights_proj.weight", (indexer.num_heads, hidden_size)
 
 
 def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:

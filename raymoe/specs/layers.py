@@ -26,7 +26,8 @@ class TokenShapes:
     query: tuple[int, int]  # heads and dimensions per head
     absorbed_query: tuple[int, int]
     key: tuple[int, int]  # cached heads and dimensions per head
-    value: tuple[int, int]  # zero dimensions if values are part of the keys
+    # Zero dimensions if values are part of the keys; in latent attention what an indexer reads.
+    value: tuple[int, int]
     output: int
     absorbed_output: int
 
@@ -146,6 +147,35 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """What selects the positions that a token attends to, once there are more than `top_k`.
+
+    An index key is cached for each token. A position's score is the sum over index heads of the
+    head's weight, from the hidden state, times the product of index query and key where it is
+    positive. Equal scores go to the lower position.
+
+    Source: DeepSeek-V3.2-Exp, technical report (2025), equation 1.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    is_interleaved: bool  # whether neighbouring dimensions are rotated as a pair
+    # Whether the layer has no such queries and keys, and takes the choice of the layer before it.
+    is_shared: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token in the KV cache."""
+        return 0 if self.is_shared else self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Elements of a token: its index key, its queries, and the weights of their heads."""
+        return 0 if self.is_shared else self.head_dim + self.num_heads * (self.head_dim + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (MLA) of one layer.
 
@@ -168,6 +198,7 @@ class LatentAttentionSpec:
     # Biases of the projections into the latents and of the output projection.
     has_bias: bool = False
     gate: OutputGate | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def rotated_head_dim(self) -> int:
@@ -181,7 +212,7 @@ class LatentAttentionSpec:
     @property
     def query_width(self) -> int:
         """Elements of the absorbed queries of a token."""
-        return self.num_heads * self.cache_width
+        return self.num_heads * self.row_width
 
     @property
     def output_width(self) -> int:
@@ -194,9 +225,19 @@ class LatentAttentionSpec:
         return _gate_width(self.gate, self.num_heads, self.value_head_dim)
 
     @property
-    def cache_width(self) -> int:
-        """Elements of a token in the KV cache: its latent and its rotated key."""
+    def row_width(self) -> int:
+        """Elements of a token that its attention reads: its latent and its rotated key."""
         return self.kv_lora_rank + self.rope_head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a token in the KV cache: its row, and its index key where it has one."""
+        return self.row_width + (0 if self.indexer is None else self.indexer.key_width)
+
+    @property
+    def index_width(self) -> int:
+        """Elements of a token's index key, queries and weights; they travel as its values."""
+        return 0 if self.indexer is None else self.indexer.width
 
     @property
     def prompt_width(self) -> int:
@@ -206,15 +247,16 @@ class LatentAttentionSpec:
     @property
     def working_width(self) -> int:
         """Elements per token that a host holds during attention, in both forms."""
-        return 2 * (self.prompt_width + self.cache_width) + self.query_width + self.output_width
+        rows = self.prompt_width + self.row_width + self.index_width
+        return 2 * rows + self.query_width + self.output_width
 
     @property
     def token_shapes(self) -> TokenShapes:
         return TokenShapes(
             query=(self.num_heads, self.query_head_dim),
-            absorbed_query=(self.num_heads, self.cache_width),
-            key=(1, self.cache_width),
-            value=(1, 0),
+            absorbed_query=(self.num_heads, self.row_width),
+            key=(1, self.row_width),
+            value=(1, self.index_width),
             output=self.num_heads * self.value_head_dim,
             absorbed_output=self.output_width,
         )

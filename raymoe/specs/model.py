@@ -271,6 +271,12 @@ class ModelSpec:
         )
         return replace(self, layers=layers)
 
+    def within(self, max_model_len: int | None) -> Self:
+        """This model for sequences of at most so many tokens: without indexers that choose all."""
+        length = min(self.max_model_len, max_model_len or self.max_model_len)
+        layers = tuple(_within(layer, length) for layer in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
+
     def outer_weights(self) -> dict[str, Shape]:
         weights = outer_weights(
             self.vocab_size,
@@ -363,6 +369,15 @@ class ModelSpec:
         """
         directory = Path(path)
         return cls.from_config(read_config(directory), name=_name(directory))
+
+
+def _within(layer: LayerSpec, length: int) -> LayerSpec:
+    attention = layer.attention
+    if not isinstance(attention, LatentAttentionSpec) or attention.indexer is None:
+        return layer
+    if attention.indexer.top_k < length:
+        return layer
+    return replace(layer, attention=replace(attention, indexer=None))
 
 
 def _multipliers(fields: ConfigFields, hidden_size: int) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
-from raymoe.specs.layer_weights import EXPERTS, HEAD, MIXERS, ROUTER
+from raymoe.specs.layer_weights import EXPERTS, HEAD, INDEXER, MIXERS, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -170,7 +170,11 @@ _MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
 _MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config_groups"})
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that no method quantises them.
-_ALWAYS_PLAIN = ("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate.", *MIXERS)
+_ALWAYS_PLAIN = (
+    *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
+    f"{INDEXER}weights_proj.",
+    *MIXERS,
+)
 
 
 # Ends of names of tensors with scales of activations and of the KV cache. Activations stay in the

@@ -25,8 +25,8 @@ _LATENT = BASE | {
 _V2 = _LATENT | {"n_shared_experts": 2, "routed_scaling_factor": 1.0}
 _V3 = _LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 _GLM = {name: value for name, value in _V3.items() if name != "first_k_dense_replace"}
-# No row of the tests is as long as `index_topk`: every token is attended to.
-_INDEXED = _V3 | {"index_topk": 128, "index_head_dim": 24, "index_n_heads": 2}
+# With few index heads many scores would be zero, and what is chosen a tie.
+_INDEXED = _V3 | {"index_topk": 19, "index_head_dim": 24, "index_n_heads": 16}
 _EXPERTS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 _ODD = {
     "num_attention_heads": 5,
@@ -156,11 +156,26 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         _INDEXED,
         {
             "plain": {},
-            "groups, 2 dense layers": {**_EXPERTS, "first_k_dense_replace": 2},
-            "odd sizes, tied": {**_ODD, "tie_word_embeddings": True},
-            "yarn, biases": {"rope_parameters": _DUPLICATE, "attention_bias": True},
-            "narrow latent, listed layers": {
+            "groups, 2 dense layers, chooses from 64 on": {
+                **_EXPERTS,
+                "first_k_dense_replace": 2,
+                "index_topk": 64,
+            },
+            "odd sizes, tied, odd indexer": {
+                **_ODD,
+                "tie_word_embeddings": True,
+                "index_head_dim": 16,
+                "index_n_heads": 13,
+                "index_topk": 33,
+            },
+            "yarn, biases, chooses nothing": {
+                "rope_parameters": _DUPLICATE,
+                "attention_bias": True,
+                "index_topk": 128,
+            },
+            "narrow latent, listed layers, chooses from 40 on": {
                 **_NARROW,
+                "index_topk": 40,
                 "mlp_layer_types": ["sparse", "dense", "sparse"],
             },
             "wide values, no dense layer": {**_WIDE_VALUES, "first_k_dense_replace": 0},
@@ -171,9 +186,18 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {
             "plain": {},
             "groups, shared indexers": {**_EXPERTS, "indexer_types": ["full", "shared", "shared"]},
-            "odd sizes, 2 dense layers": {**_ODD, "first_k_dense_replace": 2},
-            "not renormalised, biases": {"norm_topk_prob": False, "attention_bias": True},
-            "narrow latent, all sparse": {**_NARROW, "mlp_layer_types": ["sparse"] * 3},
+            "odd sizes, 2 dense layers": {**_ODD, "first_k_dense_replace": 2, "index_topk": 64},
+            "not renormalised, biases, every other indexer": {
+                "norm_topk_prob": False,
+                "attention_bias": True,
+                "index_topk_freq": 2,
+            },
+            "narrow latent, all sparse, pattern": {
+                **_NARROW,
+                "mlp_layer_types": ["sparse"] * 3,
+                "index_topk": 32,
+                "index_topk_pattern": "FSF",
+            },
             "wide values, top-1, scaled": {
                 **_WIDE_VALUES,
                 "num_experts_per_tok": 1,

@@ -154,6 +154,9 @@ ROUTERS = (
 )
 
 
+HIDDEN = 1e30  # scores beyond it stand for positions that are not seen, or always
+
+
 class Gaps:
     """How clear the decisions of a model were, by hooks on its head and its routers.
 
@@ -161,7 +164,7 @@ class Gaps:
         of_rows: Smallest gap of each row, in units of what counts as clear.
     """
 
-    TOKEN_GAP, EXPERT_GAP = 3e-4, 1e-4
+    TOKEN_GAP, EXPERT_GAP, INDEX_GAP = 3e-4, 1e-4, 1e-5
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.of_rows: list[float] = []
@@ -171,6 +174,7 @@ class Gaps:
             (layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)), None
         )
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._topk = torch.Tensor.topk  # replaced while an indexer chooses
 
     def __enter__(self) -> "Gaps":
         head = self._model.get_output_embeddings()
@@ -180,9 +184,13 @@ class Gaps:
         for module in self._model.modules():
             if type(module).__name__.lower().endswith(ROUTERS):
                 self._handles.append(module.register_forward_hook(self._after_router))
+            if type(module).__name__.endswith("Indexer"):
+                self._handles.append(module.register_forward_pre_hook(self._before_indexer))
+                self._handles.append(module.register_forward_hook(self._after_indexer))
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.Tensor.topk = self._topk
         for handle in self._handles:
             handle.remove()
 
@@ -214,6 +222,23 @@ class Gaps:
                 best = scores.topk(count + 1).values
                 gap_T = (best[:, count - 1] - best[:, count]) / self.EXPERT_GAP
                 self._note(gap_T.view(len(self._batch_gap), -1).amin(1))
+
+    def _before_indexer(self, _module: torch.nn.Module, _inputs: object) -> None:
+        topk = self._topk
+
+        def noting(scores: torch.Tensor, k: int, dim: int = -1) -> Any:
+            if k < scores.shape[dim]:
+                best = topk(scores, k + 1, dim=dim).values
+                size = scores.masked_fill(scores.abs() > HIDDEN, 0).abs().amax(-1)
+                gap = (best[..., -2] - best[..., -1]) / size.clamp_min(1e-30) / self.INDEX_GAP
+                gap = gap.where(best[..., -1] > -HIDDEN, torch.inf)
+                self._note(gap.view(len(self._batch_gap), -1).amin(1))
+            return topk(scores, k, dim=dim)
+
+        torch.Tensor.topk = noting
+
+    def _after_indexer(self, *_: object) -> None:
+        torch.Tensor.topk = self._topk
 
     def _note(self, gap: torch.Tensor) -> None:
         self._batch_gap = torch.minimum(self._batch_gap, gap)

@@ -4,15 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.families.rules import (
-    INDEXER_FIELDS,
     NOAUX_TC,
     SHARED,
     SIGMOID,
     SIGMOID_EXPERTS,
     TRAINING_FIELDS,
     Family,
+    IndexerRule,
     MoeRule,
     RouterRule,
+    SharingRule,
     mistral_yarn,
 )
 from raymoe.specs.layers import NormLayout
@@ -88,11 +89,11 @@ LATENT_FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(
         architecture="DeepseekV32ForCausalLM",
         was_published_with_code=True,
-        ignored=TRAINING_FIELDS | INDEXER_FIELDS,
+        ignored=TRAINING_FIELDS,
         fixed=NOAUX_TC | {"rope_interleave": (True,)},
         rope=RopeRule(is_interleaved=True),
         is_latent=True,
-        context_limit=("index_topk",),
+        indexer=IndexerRule(is_interleaved=False),
         full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
         qkv_bias="attention_bias",
         moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
@@ -101,11 +102,17 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         architecture="GlmMoeDsaForCausalLM",
         aliases={"num_experts": "n_routed_experts"},
         # GLM-5 was published with the head_dim of its unrotated part, which nothing reads.
-        ignored=TRAINING_FIELDS | INDEXER_FIELDS | {"head_dim"},
-        fixed=NOAUX_TC | {"moe_router_dtype": ("float32",), "rope_interleave": (True,)},
+        ignored=TRAINING_FIELDS | {"head_dim", "index_share_for_mtp_iteration"},
+        fixed=NOAUX_TC
+        | {
+            "indexer_rope_interleave": (True,),
+            "moe_router_dtype": ("float32",),
+            "rope_interleave": (True,),
+        },
+        defaults={"index_topk_freq": 1, "index_skip_topk_offset": 2},
         rope=RopeRule(is_interleaved=True),
         is_latent=True,
-        context_limit=("index_topk",),
+        indexer=IndexerRule(is_interleaved=True, sharing=SharingRule()),
         full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
         qkv_bias="attention_bias",
         moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),

@@ -176,6 +176,32 @@ class StreamsRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharingRule:
+    """Which layers take the choice of the layer before them.
+
+    The field `types` has "full" or "shared" for each layer. If it is null, `pattern` has F or S for
+    each; without that, every `step`-th layer is full, counted from the one before `offset` on, and
+    those before it.
+    """
+
+    types: FieldName = "indexer_types"
+    pattern: FieldName = "index_topk_pattern"
+    step: FieldName = "index_topk_freq"
+    offset: FieldName = "index_skip_topk_offset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerRule:
+    """The indexer of a family with latent attention, as in `IndexerSpec`."""
+
+    is_interleaved: bool
+    num_heads: FieldName = "index_n_heads"
+    head_dim: FieldName = "index_head_dim"
+    top_k: FieldName = "index_topk"
+    sharing: SharingRule | None = None  # None: every layer chooses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a model family.
 
@@ -214,6 +240,7 @@ class Family:
     # Epsilon of the norms of latents; None: that of most classes, which read no field for it.
     latent_norm_eps: FieldName | None = None
     streams: StreamsRule | None = None  # None: the hidden state is one stream
+    indexer: IndexerRule | None = None  # what selects positions in long contexts
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
     # Fields whose product is the context length beyond which attention would be sparse, which is
     # not implemented: longer contexts are refused.

@@ -1,0 +1,189 @@
+"""Selection of positions on a GPU: scores in Triton, and attention to the chosen latent rows.
+
+T tokens, L of them that choose, C positions, K chosen ones, J index heads, I elements of a key.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from raymoe.kernels.gpu_attention import (
+    Attending,
+    DeviceCache,
+    Scoring,
+    append_and_attend_latent_ragged,
+    append_latent_rows,
+)
+from raymoe.kernels.gpu_attention_batch import ChoosingBatch, power_of_two
+from raymoe.kernels.gpu_attention_kernels import BLOCK_TOKENS
+from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch
+from raymoe.kernels.paged_kv import BLOCK_TOKENS as TOKENS_OF_BLOCK
+from raymoe.kernels.paged_kv import LatentHeads, LatentLayout
+from raymoe.kernels.selection import GATHERED_BYTES, IndexRows, chosen_of
+
+_POSITIONS = 64  # of a program
+_MIN_DOT = 16
+_RANK_BYTES = 32  # of a position: its score, and what sorting it takes
+
+
+@triton.jit(do_not_specialize=["query_stride", "weight_stride", "table_stride", "out_stride"])
+def index_scores_kernel(
+    query_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sequences_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    query_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    table_stride: tl.tensor,
+    out_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """Score some positions of one token; those that it does not see are minus infinity.
+
+    Args:
+        keys_ptr: Index keys, [N, B, I]; blocks are `BLOCK_SIZE` elements apart.
+        sequences_ptr: int32, row of each token in the block table.
+        positions_ptr: int32, position of each token.
+        out_ptr: float32 [L, C].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    own = tl.load(positions_ptr + token)
+    position_C = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
+    is_seen_C = position_C <= own
+    row_ptr = table_ptr + tl.load(sequences_ptr + token).to(tl.int64) * table_stride
+    blocks_C = tl.load(row_ptr + position_C // BLOCK_TOKENS, mask=is_seen_C, other=0)
+    places_C = blocks_C.to(tl.int64) * BLOCK_SIZE + position_C % BLOCK_TOKENS * DIM
+    dims_I, heads_J = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_HEADS)
+    keys_CI = tl.load(
+        keys_ptr + places_C[:, None] + dims_I[None, :],
+        mask=is_seen_C[:, None] & (dims_I < DIM)[None, :],
+        other=0,
+    )
+    query_IJ = tl.load(
+        query_ptr + token * query_stride + dims_I[:, None] + heads_J[None, :] * DIM,
+        mask=(dims_I < DIM)[:, None] & (heads_J < NUM_HEADS)[None, :],
+        other=0,
+    )
+    weight_J = tl.load(
+        weight_ptr + token * weight_stride + heads_J, mask=heads_J < NUM_HEADS, other=0
+    )
+    products_CJ = tl.dot(keys_CI.to(DOT), query_IJ.to(DOT), input_precision="ieee")
+    weighted_CJ = tl.maximum(products_CJ, 0.0) * weight_J.to(tl.float32)[None, :]
+    scores_C = tl.where(is_seen_C, tl.sum(weighted_CJ, 1), MINUS_INFINITY)
+    # Rows of `out` are whole steps of positions.
+    tl.store(out_ptr + token * out_stride + position_C, scores_C)
+
+
+def scores_launch(
+    rows: IndexRows, keys_NBI: Tensor, batch: ChoosingBatch, some: slice, out_LC: Tensor
+) -> Launch:
+    """Score all positions for some of the tokens that choose; `rows` are those of these tokens."""
+    num_heads, dim = rows.weight_TJ.shape[1], keys_NBI.shape[2]
+    return Launch(
+        kernel=index_scores_kernel,
+        grid=(len(rows.query_TX), out_LC.shape[1] // _POSITIONS),
+        arguments={
+            "query_ptr": rows.query_TX,
+            "weight_ptr": rows.weight_TJ,
+            "keys_ptr": keys_NBI,
+            "table_ptr": batch.table_SM,
+            "sequences_ptr": batch.sequences_L[some],
+            "positions_ptr": batch.positions_L[some],
+            "out_ptr": out_LC,
+            "query_stride": rows.query_TX.stride(0),
+            "weight_stride": rows.weight_TJ.stride(0),
+            "table_stride": batch.table_SM.stride(0),
+            "out_stride": out_LC.stride(0),
+        },
+        constants={
+            "NUM_HEADS": num_heads,
+            "PADDED_HEADS": max(power_of_two(num_heads), _MIN_DOT),
+            "DIM": dim,
+            "PADDED_DIM": max(power_of_two(dim), _MIN_DOT),
+            "BLOCK_SIZE": keys_NBI.stride(0),
+            "POSITIONS": _POSITIONS,
+            "DOT": TRITON_TYPES[batch.compute.dot],
+        },
+        options={"num_warps": 4, "num_stages": 1},
+    )
+
+
+def choose_positions_ragged(
+    rows: IndexRows, keys_NBI: Tensor, batch: ChoosingBatch, top_k: int
+) -> Tensor:
+    """Choose as `selection.choose_positions` for the tokens that choose, [L, K] int32.
+
+    Args:
+        rows: Of all tokens of the step; their keys are in the cache.
+    """
+    num_late, width = len(batch.late_T), -(-batch.num_positions // _POSITIONS) * _POSITIONS
+    out_LK = torch.empty(num_late, top_k, dtype=torch.int32, device=keys_NBI.device)
+    at_once = max(1, GATHERED_BYTES // (width * _RANK_BYTES))
+    for first in range(0, num_late, at_once):
+        some = slice(first, min(first + at_once, num_late))
+        scores_lC = torch.empty(some.stop - first, width, device=keys_NBI.device)
+        chosen = rows.select(batch.late_T[some])
+        scores_launch(chosen, keys_NBI, batch, some, scores_lC).run()
+        out_LK[some] = chosen_of(scores_lC, top_k).int()
+    return out_LK
+
+
+def append_and_attend_chosen_ragged(
+    query_THD: Tensor,
+    latent_TW: Tensor,
+    cache: Tensor,
+    batch: ChoosingBatch,
+    chosen_LK: Tensor,
+    *,
+    heads: LatentHeads,
+    scoring: Scoring,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Append the latent rows in place and attend; [T, H * V], in `out`.
+
+    Tokens that choose use the absorbed form over their chosen rows, which are read in place.
+
+    Args:
+        cache: Blocks [N, B, W]; they may be strided.
+    """
+    append_latent_rows(latent_TW, cache, batch.slots_T)
+    num_tokens, num_heads, _ = query_THD.shape
+    out_THV = query_THD.new_empty(num_tokens, num_heads, heads.value_dim)
+    if out is not None:
+        out_THV = out.view(num_tokens, num_heads, heads.value_dim)
+    if len(batch.early_T):
+        early_T = batch.early_T
+        out_THV[early_T] = append_and_attend_latent_ragged(
+            query_THD[early_T], latent_TW[early_T], cache, batch.early, heads=heads, scoring=scoring
+        ).view(len(early_T), num_heads, -1)
+    layout = LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=cache.dtype)
+    absorbed_LHW = heads.absorb(query_THD[batch.late_T])
+    result_LHR = absorbed_LHW.new_empty(*absorbed_LHW.shape[:2], layout.rank)
+    Attending(
+        query_THD=absorbed_LHW,
+        cache=DeviceCache.of_chosen(cache, layout, _places(cache, batch, chosen_LK)),
+        out_THV=result_LHR,
+        compute=batch.compute,
+        scoring=scoring,
+    ).run(batch.tiles)
+    out_THV[batch.late_T] = heads.up_project(result_LHR)
+    return out_THV.flatten(1)
+
+
+def _places(cache: Tensor, batch: ChoosingBatch, chosen_LK: Tensor) -> Tensor:
+    """Where chosen rows begin, in units of `DeviceCache.of_chosen`."""
+    positions_LK = chosen_LK.long()
+    rows_LM = batch.table_SM[batch.sequences_L.long()].long()
+    blocks_LK = rows_LM.gather(1, positions_LK // TOKENS_OF_BLOCK)
+    elements_LK = blocks_LK * cache.stride(0) + positions_LK % TOKENS_OF_BLOCK * cache.stride(1)
+    return (elements_LK // DeviceCache.CHOSEN_UNIT).int()

@@ -1,0 +1,74 @@
+"""Derive what selects positions in long contexts from a configuration."""
+
+from dataclasses import replace
+from typing import Any
+
+from raymoe.errors import UnsupportedModelError
+from raymoe.specs.config import ConfigFields
+from raymoe.specs.families.rules import SharingRule
+from raymoe.specs.layers import IndexerSpec, LatentAttentionSpec
+
+FULL, SHARED = "full", "shared"
+KEY_MULTIPLE = 8  # of the elements of an index key
+
+
+def layer_indexers(
+    fields: ConfigFields, attention: LatentAttentionSpec, num_layers: int
+) -> tuple[IndexerSpec | None, ...]:
+    """The indexer of each layer; None in families that attend to all positions.
+
+    Raises:
+        UnsupportedModelError: Something is not implemented, or a layer shares the choice of none.
+    """
+    rule = fields.family.indexer
+    if rule is None:
+        return (None,) * num_layers
+    head_dim = fields.positive(rule.head_dim)
+    if head_dim % KEY_MULTIPLE or head_dim < attention.rope_head_dim:
+        raise UnsupportedModelError(
+            f"{rule.head_dim} is {head_dim}; supported: multiples of {KEY_MULTIPLE}, at least the "
+            f"{attention.rope_head_dim} dimensions that are rotated"
+        )
+    if attention.q_lora_rank is None:
+        raise UnsupportedModelError(
+            "q_lora_rank is null; index queries come from the latent of the queries"
+        )
+    own = IndexerSpec(
+        num_heads=fields.positive(rule.num_heads),
+        head_dim=head_dim,
+        top_k=fields.positive(rule.top_k),
+        is_interleaved=rule.is_interleaved,
+    )
+    shared = replace(own, is_shared=True)
+    return tuple(
+        shared if kind == SHARED else own for kind in _kinds(fields, rule.sharing, num_layers)
+    )
+
+
+def _kinds(fields: ConfigFields, rule: SharingRule | None, num_layers: int) -> list[str]:
+    if rule is None:
+        return [FULL] * num_layers
+    kinds: Any = fields.get(rule.types)
+    if kinds is None:
+        kinds = _patterned(fields, rule, num_layers)
+    is_list = isinstance(kinds, list | tuple) and len(kinds) == num_layers
+    if not is_list or any(kind not in (FULL, SHARED) for kind in kinds) or kinds[0] != FULL:
+        raise UnsupportedModelError(
+            f"{rule.types} = {kinds!r:.200} is not supported; supported: {FULL} or {SHARED} for "
+            f"each of {num_layers} layers, {FULL} for the first"
+        )
+    return list(kinds)
+
+
+def _patterned(fields: ConfigFields, rule: SharingRule, num_layers: int) -> Any:
+    """What transformers derives where the kinds are not listed."""
+    pattern = fields.get(rule.pattern)
+    if isinstance(pattern, str):
+        letters = {"F": FULL, "S": SHARED}
+        return [letters.get(letter, letter) for letter in pattern]
+    if pattern is not None:
+        return pattern
+    step, offset = fields.natural(rule.step), fields.natural(rule.offset)
+    return [
+        FULL if max(i - offset + 1, 0) % max(step, 1) == 0 else SHARED for i in range(num_layers)
+    ]
