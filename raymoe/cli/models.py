@@ -163,6 +163,7 @@ def _attention_of_family(family: Family) -> str:
         "sinks": family.sinks != "none",
         "gate": family.gate is not None,
         "states": family.recurrent is not None,
+        "chosen positions": family.indexer is not None,
         "exact up to a length": bool(family.context_limit),
     }
     kind = "latent" if family.is_latent else "grouped-query"
@@ -231,10 +232,12 @@ def _attention(attention: AnyAttentionSpec) -> str:
             f"{attention.value_dim}, convolution of {attention.conv_width}"
         )
     if isinstance(attention, LatentAttentionSpec):
-        return (
+        heads = (
             f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "
             f"{attention.rope_head_dim}"
         )
+        indexer = attention.indexer
+        return heads if indexer is None else f"{heads}, {indexer.top_k:,} positions chosen"
     heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} KV heads"
     notes = [f"{heads}, head dimension {attention.head_dim}"]
     if attention.sliding_window is not None:

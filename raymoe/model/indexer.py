@@ -32,7 +32,8 @@ class Indexer:
         spec = self._spec
         key_TI = self._key_norm(self._key(normed_TH))
         query_TX = self._query(latent_TL)
-        heads_TNI = torch.cat([key_TI, query_TX], dim=1).view(len(key_TI), -1, spec.head_dim)
+        shape = (len(key_TI), 1 + spec.num_heads, spec.head_dim)
+        heads_TNI = torch.cat([key_TI, query_TX], dim=1).view(shape)
         rows_T, *tables = angles
         cosines, sines = (table_PR[rows_T.long(), None].to(key_TI.dtype) for table_PR in tables)
         rotated_TNI = rotate_heads(heads_TNI, cosines, sines, is_interleaved=spec.is_interleaved)

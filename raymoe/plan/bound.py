@@ -130,7 +130,8 @@ def device_bound(
     flop: float = work.token_flop * tokens + work.head_flop * sum(
         generated for _, generated in rows
     )
-    flop += work.prefill_pair_flop * sum(prompt * (prompt + 1) // 2 for prompt, _ in rows)
+    for num_chosen, amount in _prefill_flop(work).items():
+        flop += amount * sum(_contexts(1, prompt, num_chosen) for prompt, _ in rows)
     flop += _pairs(work, rows, _pair_flop, 1)
     return DeviceBound(
         num_steps=num_steps,
@@ -155,7 +156,8 @@ def _pairs(
     """
     windows: dict[int | None, int] = {}
     for layer in work.layers:
-        windows[layer.window] = windows.get(layer.window, 0) + of_a_token(layer)
+        seen = layer.window or layer.num_chosen
+        windows[seen] = windows.get(seen, 0) + of_a_token(layer)
     return float(
         sum(
             amount * _contexts(prompt + first_step, generated - first_step, window)
@@ -163,6 +165,15 @@ def _pairs(
             for window, amount in windows.items()
         )
     )
+
+
+def _prefill_flop(work: ModelWork) -> dict[int | None, int]:
+    """Operations per pair of a prompt, by the number of tokens that each attends to at most."""
+    amounts: dict[int | None, int] = {}
+    for layer in work.layers:
+        amount = amounts.get(layer.num_chosen, 0)
+        amounts[layer.num_chosen] = amount + layer.prefill_pair_flop
+    return amounts
 
 
 def _kv_bytes(layer: LayerWork) -> int:

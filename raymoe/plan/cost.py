@@ -41,6 +41,9 @@ CPU_ATTENTION_EFFICIENCY = 0.85
 # Share of the host's bandwidth in a step, and of its operations in prompts, that the kernels of
 # states reach: 0.72 to 0.83 and 0.43 to 0.56 were measured (bench/RESULTS.md).
 STATE_BYTES_EFFICIENCY, STATE_FLOP_EFFICIENCY = 0.8, 0.4
+# Share of the rate of products that scores of an indexer reach, by our estimate: float32, and
+# multiplied and added in two steps on cores.
+INDEX_FLOP_SHARE = 0.25
 # Share of the link's rate while the CPU reads KV: MoE-Lens, section 13, sees weights take 6 s
 # instead of 5 alongside 210 GB of KV, which that host reads in 1.9 s by the formulas here.
 BUSY_LINK_SHARE = 0.5
@@ -202,7 +205,27 @@ class Rates:
         """
         if layer.state_bytes:
             return self.states_s(resource, share, layer)
-        share = share.within(layer.window)
+        if layer.num_chosen is not None:
+            attended = share.within(layer.num_chosen)
+            if attended != share:
+                chosen_s = self._attention_s(resource, attended, layer.when_choosing)
+                return chosen_s + self.selection_s(resource, share, layer)
+        return self._attention_s(resource, share.within(layer.window), layer)
+
+    def selection_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
+        """Seconds to score contexts beyond what is attended to, and to gather what is chosen.
+
+        Index keys of the attended tokens are read with these. Cores copy the chosen rows.
+        """
+        attended = share.within(layer.num_chosen)
+        flop = layer.index_pair_flop * (share.pairs + share.prompt_pairs) / INDEX_FLOP_SHARE
+        unread = share.context_tokens - attended.context_tokens
+        num_bytes = layer.index_token_bytes * unread
+        if resource is not Resource.GPU:
+            num_bytes += 2 * layer.kv_token_bytes * (attended.pairs + attended.prompt_pairs)
+        return self.roof_s(resource, flop, num_bytes)
+
+    def _attention_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
         if resource is Resource.GPU:
             num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
             return self.gpu_attention_s(share, num_bytes, layer)
@@ -522,8 +545,13 @@ def _device_attention_s(cost: StepCost, task: Task) -> float:
     if layer.state_bytes:
         both = micro_batch.host + micro_batch.device
         return cost.rates.states_s(task.resource, both, layer)
-    share = micro_batch.device.within(layer.window)
-    return cost.rates.gpu_attention_s(share, layer.kv_token_bytes * share.context_tokens, layer)
+    share, rates = micro_batch.device.within(layer.window), cost.rates
+    attended = share.within(layer.num_chosen)
+    num_bytes = layer.kv_token_bytes * attended.context_tokens
+    if attended == share:
+        return rates.gpu_attention_s(share, num_bytes, layer)
+    chosen_s = rates.gpu_attention_s(attended, num_bytes, layer.when_choosing)
+    return chosen_s + rates.selection_s(task.resource, share, layer)
 
 
 def _append_s(cost: StepCost, task: Task) -> float:

@@ -89,6 +89,12 @@ class LayerWork:
     # of attention are computed for its input and again to add its result.
     mixers: Matrices
     window: int | None = None  # tokens that a token attends to at most; None for all
+    # Of a layer that attends to chosen tokens: how many at most, operations to score a pair of a
+    # token and one of its context, and bytes of an index key, which are part of `kv_token_bytes`.
+    # A layer that takes the choice of another scores nothing.
+    num_chosen: int | None = None
+    index_pair_flop: int = 0
+    index_token_bytes: int = 0
     # Of a layer that keeps a state: its bytes per sequence, and operations per token.
     state_bytes: int = 0
     state_flop: int = 0
@@ -110,6 +116,7 @@ class LayerWork:
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
         state = attention if isinstance(attention, RecurrentSpec) else None
         attends = state is None
+        indexer = attention.indexer if isinstance(attention, LatentAttentionSpec) else None
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -129,9 +136,17 @@ class LayerWork:
             common_hidden=_common_hidden(layer),
             mixers=parts["mixers"],
             window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
+            num_chosen=None if indexer is None else indexer.top_k,
+            index_pair_flop=0 if indexer is None else 2 * indexer.num_heads * indexer.key_width,
+            index_token_bytes=0 if indexer is None else indexer.key_width * kv_element_bytes,
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
         )
+
+    @property
+    def when_choosing(self) -> Self:
+        """The layer in long contexts: prompts use the absorbed form as well."""
+        return replace(self, prefill_pair_flop=self.pair_flop)
 
     @property
     def attention_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""Families that leave tokens out in long contexts run up to there; longer contexts are refused."""
+"""Families that choose the tokens of long contexts: their indexers, and what these keep."""
 
 import pytest
 
@@ -110,30 +110,92 @@ DEEPSEEK = {
 
 
 @pytest.mark.parametrize(("config", "total"), [(GLM, 743e9), (DEEPSEEK, 671e9)])
-def test_published_configurations_run_up_to_the_tokens_that_are_all_seen(config, total) -> None:
+def test_published_configurations_keep_index_keys_and_run_up_to_their_positions(
+    config, total
+) -> None:
     spec = ModelSpec.from_config(config)
-    assert spec.max_model_len == 2048
-    assert spec.kv_bytes_per_token(2) == len(spec.layers) * (512 + 64) * 2
+    assert spec.max_model_len == config["max_position_embeddings"]
+    own = 61 if config is DEEPSEEK else 3
+    assert spec.kv_bytes_per_token(2) == (len(spec.layers) * (512 + 64) + own * 128) * 2
     assert [isinstance(layer.ffn, DenseSpec) for layer in spec.layers[:4]] == [True] * 3 + [False]
-    assert isinstance(spec.layers[0].attention, LatentAttentionSpec)
-    assert spec.num_parameters == pytest.approx(total, rel=0.005)  # model cards, 744e9 and 671e9
+    # Model cards say 744e9 and 671e9.
+    assert spec.num_parameters == pytest.approx(total, rel=0.005)
 
 
-def test_positions_may_end_before_that() -> None:
-    assert ModelSpec.from_config(GLM | {"max_position_embeddings": 1024}).max_model_len == 1024
+def indexers(config, **changes):
+    attentions = [layer.attention for layer in ModelSpec.from_config(config | changes).layers]
+    assert all(isinstance(attention, LatentAttentionSpec) for attention in attentions)
+    return [attention.indexer for attention in attentions]
 
 
-def test_what_chooses_tokens_is_stored_and_not_read() -> None:
-    spec = ModelSpec.from_config(GLM | {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4})
+def test_indexers_are_those_of_the_configuration() -> None:
+    deepseek, glm = indexers(DEEPSEEK), indexers(GLM)
+    assert len(set(deepseek)) == 1
+    assert (deepseek[0].num_heads, deepseek[0].head_dim, deepseek[0].top_k) == (64, 128, 2048)
+    assert (deepseek[0].is_interleaved, glm[0].is_interleaved) == (False, True)
+    assert [each.is_shared for each in glm] == [False] * 3 + [True] * 75
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, "FFFSSSFSS"),  # every fourth from the third on, counted from 0
+        ({"index_topk_freq": 1}, "F" * 9),
+        ({"index_skip_topk_offset": 1}, "FSSSFSSSF"),
+        ({"index_topk_pattern": "FSFSFSFSF"}, "FSFSFSFSF"),
+        ({"indexer_types": ["full", "shared"] + ["full"] * 7}, "FSFFFFFFF"),
+    ],
+)
+def test_what_layers_share_is_listed_or_follows_a_pattern(changes, kinds) -> None:
+    small = GLM | {"num_hidden_layers": 9, "mlp_layer_types": ["dense"] * 9, "indexer_types": None}
+    shared = [each.is_shared for each in indexers(small, **changes)]
+    assert shared == [kind == "S" for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indexer_types": ["shared"] * 78}, "full for the first"),
+        ({"indexer_types": ["full"] * 77}, "each of 78 layers"),
+        ({"indexer_types": None, "index_topk_pattern": "FX" * 39}, "'X'"),
+        ({"index_head_dim": 60}, "multiples of 8"),
+        ({"index_head_dim": 32}, "at least the 64 dimensions"),
+        ({"q_lora_rank": None}, "q_lora_rank is null"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+    ],
+)
+def test_other_indexers_are_refused(changes, message) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelSpec.from_config(GLM | changes)
+
+
+def test_models_of_short_sequences_have_no_indexers() -> None:
+    spec = ModelSpec.from_config(DEEPSEEK)
+    short = spec.within(2048)
+    assert short.kv_bytes_per_token(2) == 61 * (512 + 64) * 2
+    assert not any("indexer" in name for name in model_weights(short))
+    assert spec.within(2049) is spec
+    assert spec.within(None) is spec
+    few = ModelSpec.from_config(GLM | {"max_position_embeddings": 1024})
+    assert few.within(None).layers[0].attention.indexer is None
+
+
+def test_indexers_that_are_not_needed_are_stored_and_not_read() -> None:
+    spec = ModelSpec.from_config(
+        GLM
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3}
+        | {"indexer_types": ["full"] * 3}
+    )
     stored = {
         name.replace("mlp.shared_expert.", "mlp.shared_experts."): shape
         for name, shape in model_weights(spec).items()
     }
-    files = dict.fromkeys(stored, "model.safetensors")
     indexer = "model.layers.2.self_attn.indexer.wk.weight"
-    assert locate_weights(spec, stored | {indexer: (128, 6144)}, files | {indexer: "x"}).keys() == (
-        model_weights(spec).keys()
-    )
+    assert stored[indexer] == (128, 6144)
+    files = dict.fromkeys(stored, "model.safetensors")
+    short = spec.within(2048)
+    assert locate_weights(short, stored, files).keys() == model_weights(short).keys()
+    assert locate_weights(spec, stored, files).keys() == model_weights(spec).keys()
     other = indexer.replace("indexer", "selector")
     with pytest.raises(CheckpointError, match="selector"):
         locate_weights(spec, stored | {other: (128, 6144)}, files | {other: "x"})

@@ -1,0 +1,182 @@
+"""Choice of positions and of blocks against the plain reference, on every instruction set."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from raymoe.errors import ConfigError
+from raymoe.kernels.cpu_attention import (
+    AttentionBatch,
+    append_and_attend_latent_reference,
+    append_latent,
+)
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, IndexedLayout, LatentLayout
+from raymoe.kernels.selection import (
+    Division,
+    IndexRows,
+    attend_chosen,
+    choose_positions,
+    choose_positions_reference,
+    chosen_of,
+)
+from tests.kinds import covering
+from tests.native.attention_cases import BF16, FP16, FP32
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+SEQUENCES = [(70, 1), (33, 1), (120, 9), (40, 7), (300, 2)]
+HEADS = [(1, 8), (2, 24), (3, 128), (64, 16)]
+# Products of whole numbers this small are exact in every order.
+WHOLE = 4
+
+
+class Case:
+    """Index rows of a step, and blocks in which the index keys of earlier tokens are."""
+
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        dtypes: tuple[torch.dtype, torch.dtype] = (FP32, FP32),
+        *,
+        sequences: list[tuple[int, int]] = SEQUENCES,
+        values: int | None = None,
+    ) -> None:
+        self.random, self.values = torch.Generator().manual_seed(3), values
+        num_heads, dim = heads
+        latent = LatentLayout(rank=16, rope_dim=8, dtype=dtypes[1])
+        self.layout = IndexedLayout(attended=latent, index_dim=dim)
+        counts = [-(-context // BLOCK_TOKENS) for context, _ in sequences]
+        order = torch.randperm(sum(counts), generator=self.random).to(torch.int32)
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+        for row, blocks in zip(table, order.split(counts), strict=True):
+            row[: len(blocks)] = blocks
+        starts = [0, *itertools.accumulate(tokens for _, tokens in sequences)]
+        self.batch = AttentionBatch(
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_tokens=torch.tensor([context for context, _ in sequences], dtype=torch.int32),
+            block_table=table,
+        )
+        self.cache = torch.full((len(order), *self.layout.block_shape), torch.nan).to(dtypes[1])
+        for part, width in ((self.latents, latent.width), (self.keys, dim)):
+            contexts = self.batch.context_tokens
+            everything = AttentionBatch(
+                query_start=torch.cat([contexts.new_zeros(1), contexts.cumsum(0).int()]),
+                context_tokens=contexts,
+                block_table=table,
+            )
+            append_latent(self.draw(int(contexts.sum()), width).to(dtypes[1]), part, everything)
+        width = dim + num_heads * (dim + 1)
+        self.rows = IndexRows.of(self.draw(starts[-1], width).to(dtypes[0]), num_heads, dim)
+        self.query = self.draw(starts[-1], 5, latent.width).to(dtypes[0])
+
+    @property
+    def latents(self) -> Tensor:
+        return self.layout.attended_blocks(self.cache)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.layout.index_keys(self.cache)
+
+    def draw(self, *shape: int) -> Tensor:
+        if self.values is None:
+            return torch.randn(*shape, generator=self.random)
+        return torch.randint(-self.values, self.values, shape, generator=self.random).float()
+
+
+@covering(
+    heads=HEADS, dtypes=[(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP16, FP16)], top_k=[5, 32]
+)
+def test_positions_are_those_of_the_reference(
+    heads: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], top_k: int
+) -> None:
+    case = Case(heads, dtypes, values=WHOLE)
+    chosen = choose_positions(case.rows, case.keys, case.batch, top_k)
+    want = choose_positions_reference(case.rows, case.keys, case.batch, top_k)
+    assert torch.equal(chosen, want)
+
+
+def test_equal_scores_go_to_the_lower_position_and_nan_is_the_largest() -> None:
+    scores = torch.tensor([0.0, 1.0, -0.0, torch.nan, 1.0, -1.0, torch.inf, 0.0])
+    assert chosen_of(scores, 1).tolist() == [3]
+    assert chosen_of(scores, 4).tolist() == [1, 3, 4, 6]
+    assert chosen_of(scores, 5).tolist() == [0, 1, 3, 4, 6]
+    assert chosen_of(scores, 6).tolist() == [0, 1, 2, 3, 4, 6]
+    case = Case((2, 8), values=1)  # all keys are 0 or -1: most scores are equal
+    for top_k in (1, 7, 31):
+        chosen = choose_positions(case.rows, case.keys, case.batch, top_k)
+        want = choose_positions_reference(case.rows, case.keys, case.batch, top_k)
+        assert torch.equal(chosen, want)
+
+
+def test_a_choice_depends_on_nothing_but_the_own_sequence() -> None:
+    case = Case((3, 24))
+    together = choose_positions(case.rows, case.keys, case.batch, 20)
+    for token in range(len(together)):
+        sequence = int((case.batch.query_start[1:] <= token).sum())
+        behind = int(case.batch.query_start[sequence + 1]) - token - 1
+        alone = AttentionBatch(
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_tokens=case.batch.context_tokens[sequence, None] - behind,
+            block_table=case.batch.block_table[sequence, None],
+        )
+        rows = case.rows.select(torch.tensor([token]))
+        assert torch.equal(choose_positions(rows, case.keys, alone, 20)[0], together[token])
+
+
+@covering(dtypes=[(FP32, FP32), (BF16, BF16)], top_k=[5, 32, 33])
+def test_attention_reads_the_chosen_rows_alone(
+    dtypes: tuple[torch.dtype, torch.dtype], top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raymoe.kernels import selection  # noqa: PLC0415
+
+    case = Case((3, 24), dtypes)
+    monkeypatch.setattr(selection, "GATHERED_BYTES", 1 << 14)
+    chosen = choose_positions(case.rows, case.keys, case.batch, top_k)
+    got = attend_chosen(case.query, case.latents, case.batch, chosen, rank=16, scale=0.3)
+    sequences = torch.repeat_interleave(case.batch.num_new)
+    for token, positions in enumerate(chosen.long()):
+        table = case.batch.block_table[sequences[token]].long()
+        rows = case.latents[table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS]
+        blocks = torch.zeros(2, BLOCK_TOKENS, rows.shape[1], dtype=dtypes[1])
+        blocks.view(64, -1)[:top_k] = rows
+        want = append_and_attend_latent_reference(
+            case.query[token, None].double(),
+            rows[-1, None],
+            blocks,
+            AttentionBatch(
+                query_start=torch.tensor([0, 1], dtype=torch.int32),
+                context_tokens=torch.tensor([top_k], dtype=torch.int32),
+                block_table=torch.tensor([[0, 1]], dtype=torch.int32),
+            ),
+            rank=16,
+            scale=0.3,
+        )
+        unit = 4e-6 if dtypes[0] == FP32 else 2**-7
+        torch.testing.assert_close(got[token, None].double(), want, rtol=unit, atol=unit)
+
+
+def test_a_step_is_divided_at_the_position_from_which_tokens_choose() -> None:
+    case = Case((1, 8))
+    division = Division.of(case.batch, 36)
+    # Positions 69; 32; 111 to 119; 33 to 39; 298 and 299.
+    assert division.early_T.tolist() == [1, 11, 12, 13]
+    assert division.early.context_tokens.tolist() == [33, 36]
+    assert division.late_T.tolist() == [0, *range(2, 11), *range(14, 20)]
+    assert division.late.context_tokens.tolist() == [70, 120, 40, 300]
+    assert division.late.query_start.tolist() == [0, 1, 10, 14, 16]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = Case((2, 24))
+    with pytest.raises(ConfigError, match="position 32 cannot choose 34"):
+        choose_positions(case.rows, case.keys, case.batch, 34)
+    wide = IndexRows(case.rows.key_TI, case.rows.query_TX[:, :25], case.rows.weight_TJ)
+    with pytest.raises(ConfigError, match="query has width 25"):
+        choose_positions(wide, case.keys, case.batch, 5)
+    with pytest.raises(ConfigError, match="keys has size 16 in dimension 1"):
+        choose_positions(case.rows, case.keys[:, :16], case.batch, 5)
+    one = IndexRows(case.rows.key_TI, case.rows.query_TX, case.rows.weight_TJ[:, :1])
+    with pytest.raises(ConfigError, match="weights has size 1"):
+        choose_positions(one, case.keys, case.batch, 5)
