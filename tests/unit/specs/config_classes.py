@@ -45,10 +45,11 @@ def meta_model(config: PreTrainedConfig) -> nn.Module:
 def num_stored_elements(model: nn.Module) -> int:
     """Elements of what a checkpoint holds: parameters, tied ones once, and persistent buffers.
 
-    Those that choose tokens in contexts that are refused, and those of other media, are left out.
+    Those that choose blocks in contexts that are refused, and those of other media, are left out.
     """
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     named = (*model.named_parameters(), *buffers)
-    unread = (".indexer.", *MEDIA_TENSORS)
+    has_blocks = hasattr(model.config, "index_topk_blocks")
+    unread = (*([".indexer."] if has_blocks else []), *MEDIA_TENSORS)
     return sum(tensor.numel() for name, tensor in named if not any(part in name for part in unread))
