@@ -242,6 +242,8 @@ def _attention(attention: AnyAttentionSpec) -> str:
     notes = [f"{heads}, head dimension {attention.head_dim}"]
     if attention.sliding_window is not None:
         notes.append(f"window of {attention.sliding_window:,}")
+    if attention.chunk_tokens is not None:
+        notes.append(f"chunks of {attention.chunk_tokens:,}")
     if attention.has_sinks:
         notes.append("sinks")
     return ", ".join(notes)

@@ -65,6 +65,33 @@ class AttentionBatch:
             prompts = contexts.where(num_new > 1, 0)
         return (prompts.long() - (contexts - num_new)).clamp_min(0).minimum(num_new)
 
+    def in_chunks(self, size: int) -> "AttentionBatch":
+        """The same tokens, each in a sequence that begins with its chunk of `size` positions.
+
+        Chunks begin at multiples of `size`, which is one of `BLOCK_TOKENS`. Prompt lengths and
+        slots are left out.
+        """
+        num_new = self.num_new
+        context = self.context_tokens.long()
+        first = context - num_new
+        first_chunk, last_chunk = first // size, (context - 1).clamp_min(0) // size
+        counts = (last_chunk - first_chunk + 1).clamp_min(1)
+        sequence_X = torch.repeat_interleave(counts)
+        ends_S = counts.cumsum(0)
+        index_X = torch.arange(int(counts.sum())) - (ends_S - counts)[sequence_X]
+        begin_X = (first_chunk[sequence_X] + index_X) * size
+        end_X = context[sequence_X].minimum(begin_X + size)
+        tokens_X = end_X - first[sequence_X].maximum(begin_X)
+        width = self.block_table.shape[1]
+        column_XM = begin_X[:, None] // BLOCK_TOKENS + torch.arange(
+            min(width, size // BLOCK_TOKENS)
+        )
+        return AttentionBatch(
+            query_start=torch.cat([tokens_X.new_zeros(1), tokens_X.cumsum(0)]).int(),
+            context_tokens=(end_X - begin_X).int(),
+            block_table=self.block_table[sequence_X[:, None], column_XM.clamp_max(width - 1)],
+        )
+
     def cut(self, begins: Tensor, ends: Tensor) -> tuple[Tensor, "AttentionBatch"]:
         """Select a range of each sequence's new tokens.
 

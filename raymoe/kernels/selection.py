@@ -66,9 +66,9 @@ class Division:
         return cls(early_T, early, *batch.cut(border, num_new))
 
 
-def chooses(batch: AttentionBatch, top_k: int) -> bool:
-    """Whether some token of a step sees more than `top_k` positions."""
-    return len(batch.context_tokens) > 0 and int(batch.context_tokens.max()) > top_k
+def sees_more_than(batch: AttentionBatch, number: int) -> bool:
+    """Whether some token of a step sees more positions than this."""
+    return len(batch.context_tokens) > 0 and int(batch.context_tokens.max()) > number
 
 
 def choose_positions(

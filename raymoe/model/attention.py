@@ -32,7 +32,7 @@ from raymoe.kernels.selection import (
     IndexRows,
     attend_chosen,
     choose_positions,
-    chooses,
+    sees_more_than,
 )
 from raymoe.kernels.torch_attention import (
     PagedBatch,
@@ -178,12 +178,20 @@ class Attention(OneForm):
         )
         if self._spec.value_scale != 1:
             projected.value_TGV.mul_(self._spec.value_scale)
+        temperature = self._spec.temperature
+        if temperature is not None:  # of layers without rotation: their rows are positions
+            periods_T = torch.floor((angles.rows_T + 1.0) / temperature.period)
+            factors_T = 1 + temperature.beta * torch.log1p(periods_T)
+            projected.query_THD.mul_(factors_T[:, None, None])
         return projected
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
         append(projected.key_TGD, projected.value_TGV, cache, batch)
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        chunk = self._spec.chunk_tokens
+        if chunk is not None and sees_more_than(batch, chunk):
+            batch = batch.in_chunks(chunk)
         return append_and_attend(
             *projected,
             cache,
@@ -364,7 +372,7 @@ class LatentAttention:
         """Attend from tokens that see few positions to all of these, from others to chosen ones."""
         latents, indexer = self._append_index(projected, cache, batch), self._spec.indexer
         attend_all = self._attend_all_absorbed if is_absorbed else self._attend_all
-        if indexer is None or not chooses(batch, indexer.top_k):
+        if indexer is None or not sees_more_than(batch, indexer.top_k):
             return attend_all(projected, latents, batch)
         division = Division.of(batch, indexer.top_k)
         early, late = (
@@ -424,7 +432,7 @@ class LatentAttention:
         if compute is None:
             return PagedBatch.of(batch, layout)
         indexer, minimum = self._spec.indexer, self._min_plain_tokens
-        if indexer is not None and chooses(batch, indexer.top_k):
+        if indexer is not None and sees_more_than(batch, indexer.top_k):
             return ChoosingBatch.of(
                 batch, layout, compute, min_plain_tokens=minimum, top_k=indexer.top_k
             )

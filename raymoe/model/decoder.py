@@ -19,6 +19,7 @@ from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout
+from raymoe.kernels.selection import sees_more_than
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention, latent_layout
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
@@ -42,6 +43,7 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import AnyAttentionSpec
 from raymoe.specs.model import (
+    AttentionSpec,
     LatentAttentionSpec,
     ModelSpec,
     MoeSpec,
@@ -99,10 +101,12 @@ class StagedRows(NamedTuple):
     Attributes:
         kv: For layers with KV.
         states: For layers that keep states.
+        chunked: For layers that attend within chunks, where some sequence is longer than one.
     """
 
     kv: StagedBatch | None
     states: StateBatch | None
+    chunked: StagedBatch | None = None
 
 
 class Layer:
@@ -294,7 +298,28 @@ class Decoder:
             None
             if states is None or with_states is None
             else states.staged_batch(with_states, device),
+            None if kv is None else self._in_chunks(kv, batch, layout, device),
         )
+
+    def _in_chunks(
+        self,
+        attention: LayerAttention,
+        batch: AttentionBatch,
+        layout: CacheLayout,
+        device: torch.device,
+    ) -> StagedBatch | None:
+        chunk = next(filter(None, self._chunk_tokens), None)
+        if chunk is None or not sees_more_than(batch, chunk):
+            return None
+        return attention.staged_batch(batch.in_chunks(chunk), layout, device)
+
+    @cached_property
+    def _chunk_tokens(self) -> list[int | None]:
+        """Of each layer; the chunks of all are as long."""
+        return [
+            layer.attention.chunk_tokens if isinstance(layer.attention, AttentionSpec) else None
+            for layer in self.spec.layers
+        ]
 
     @cached_property
     def _staging_layers(self) -> tuple[LayerAttention | None, Recurrent | None]:
@@ -321,8 +346,11 @@ class Decoder:
         if isinstance(attention, Recurrent):
             assert batch.states is not None, "made by `staged_batch`"
             return attention.attend_staged(projected, staged, batch.states, out)
-        assert batch.kv is not None, "made by `staged_batch`"
-        return attention.attend_staged(projected, staged, batch.kv, out)
+        rows = batch.kv
+        if batch.chunked is not None and self._chunk_tokens[i] is not None:
+            rows = batch.chunked
+        assert rows is not None, "made by `staged_batch`"
+        return attention.attend_staged(projected, staged, rows, out)
 
     def absorb(self, i: int, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.absorb(query_TAD, out)

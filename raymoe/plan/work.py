@@ -33,6 +33,7 @@ from raymoe.specs.layer_weights import (
     num_elements,
 )
 from raymoe.specs.layers import (
+    AnyAttentionSpec,
     AttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
@@ -135,7 +136,7 @@ class LayerWork:
             expert_hidden=moe.expert_hidden if moe else 0,
             common_hidden=_common_hidden(layer),
             mixers=parts["mixers"],
-            window=attention.sliding_window if isinstance(attention, AttentionSpec) else None,
+            window=_window(attention),
             num_chosen=None if indexer is None else indexer.top_k,
             index_pair_flop=0 if indexer is None else 2 * indexer.num_heads * indexer.key_width,
             index_token_bytes=0 if indexer is None else indexer.key_width * kv_element_bytes,
@@ -270,6 +271,13 @@ def _common_hidden(layer: LayerSpec) -> int:
     if isinstance(ffn, DenseSpec):
         return ffn.hidden
     return 0 if ffn.shared is None else ffn.shared.hidden
+
+
+def _window(attention: AnyAttentionSpec) -> int | None:
+    """Tokens that a token attends to at most: those of its window or of its chunk."""
+    if not isinstance(attention, AttentionSpec):
+        return None
+    return attention.sliding_window or attention.chunk_tokens
 
 
 def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:

@@ -33,6 +33,7 @@ from raymoe.specs.layers import (
     RouterSpec,
     SharedSpec,
     StreamsSpec,
+    Temperature,
 )
 from raymoe.specs.rope import SLIDING, RopeSpec
 
@@ -190,6 +191,7 @@ ACTIVATIONS = {
 HEAD_DIM_MULTIPLE = 8
 MAX_STREAMS = 8  # twice the largest published value
 MAX_SINKHORN_ITERATIONS = 100  # five times the largest published value
+KV_BLOCK_TOKENS = 32  # of a block of the KV cache, at which chunks of attention begin
 MAX_EXPERTS = 4096  # ten times the largest published value
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times the largest published value
 # Epsilon of the latents' norms in most transformers classes with latent attention: the default of
@@ -469,6 +471,11 @@ def _in_layer(
         if fields.family.windowed_heads is not None:
             num_heads = fields.positive_or_none(fields.family.windowed_heads) or num_heads
     _check_heads(num_heads, num_kv_heads)
+    has_chunks = fields.family.has_chunks
+    if has_chunks and window is not None and window % KV_BLOCK_TOKENS:
+        raise UnsupportedModelError(
+            f"attention_chunk_size is {window}; supported: multiples of {KV_BLOCK_TOKENS}"
+        )
     return replace(
         attention,
         num_heads=num_heads,
@@ -476,9 +483,18 @@ def _in_layer(
         head_dim=head_dim,
         qk_norm=attention.qk_norm if window or fields.family.norms_full_layers else "none",
         values_are_keys=window is None and fields.switch(fields.family.full_values_are_keys),
-        sliding_window=window,
+        sliding_window=None if has_chunks else window,
+        chunk_tokens=window if has_chunks else None,
+        temperature=_temperature(fields) if window is None else None,
         has_sinks=attention.has_sinks or (window is not None and fields.family.sinks == "windowed"),
     )
+
+
+def _temperature(fields: ConfigFields) -> Temperature | None:
+    rule = fields.family.temperature
+    if rule is None or not fields.has(rule.beta):
+        return None
+    return Temperature(beta=fields.number(rule.beta), period=fields.positive(rule.period))
 
 
 def _own_sizes(

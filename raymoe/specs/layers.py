@@ -59,6 +59,17 @@ def _gate_width(gate: OutputGate | None, num_heads: int, value_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Queries are scaled by 1 + `beta` * log(1 + floor((position + 1) / `period`)).
+
+    Source: Scalable-Softmax (arXiv 2501.19399), as in Llama 4's reference code.
+    """
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer."""
 
@@ -71,6 +82,9 @@ class AttentionSpec:
     gate: OutputGate | None = None
     # Tokens that a query attends to, itself included; None for all.
     sliding_window: int | None = None
+    # Tokens of a chunk: a query attends to those of its chunk; None where there are no chunks.
+    chunk_tokens: int | None = None
+    temperature: Temperature | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: QkNorm = "none"

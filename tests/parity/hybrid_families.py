@@ -67,7 +67,8 @@ _LLAMA4 = BASE | {
     "num_experts_per_tok": 1,
     "num_hidden_layers": 3,
     "no_rope_layer_interval": 3,
-    "attention_chunk_size": 128,  # no row of the tests is as long
+    "attention_chunk_size": 32,
+    "floor_scale": 20,
 }
 _EXAONE = _ROUTED | {"num_experts": 6, "layer_types": [SLIDING, SLIDING, FULL]}
 _MINIMAX = BASE | {
@@ -184,7 +185,10 @@ HYBRID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "interleave_moe_layer_step": 2,
                 "use_qk_norm": False,
             },
-            "listed layers, llama3 rope, biases": {
+            "listed layers, llama3 rope, biases, chunks of 64": {
+                "attention_chunk_size": 64,
+                "floor_scale": 7,
+                "attn_scale": 0.5,
                 "moe_layers": [2],
                 "no_rope_layers": [0, 1, 1],
                 "rope_parameters": LLAMA3 | _THETA,

@@ -15,6 +15,7 @@ from raymoe.specs.families.rules import (
     RouterRule,
     SharedRule,
     StreamsRule,
+    TemperatureRule,
 )
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
@@ -358,7 +359,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         output_bias="attention_bias",
         windowed_layers="named",
         has_layer_types=True,
-        context_limit=("max_position_embeddings",),
+        has_chunks=True,
+        temperature=TemperatureRule(beta="attn_scale", period="floor_scale"),
         dense_hidden="intermediate_size_mlp",
         module_names=(("mlp.", "feed_forward."),),
         moe=MoeRule(

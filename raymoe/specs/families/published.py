@@ -90,14 +90,11 @@ def _step3p5(config: dict[str, object], values: Mapping[str, object]) -> dict[st
 
 
 def _llama4_text(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """Contexts end with the first chunk, so that a chunk is a window.
-
-    They also end before the temperature of layers without rotation begins to rise.
-    """
+    """Layers with rotation attend within chunks, and the others have a temperature."""
     num_layers = _num_layers(values)
-    step, chunk, period = (
+    step, chunk = (
         integer(name, values.get(name), minimum=1)
-        for name in ("interleave_moe_layer_step", "attention_chunk_size", "floor_scale")
+        for name in ("interleave_moe_layer_step", "attention_chunk_size")
     )
     rotated = _rotated_layers(values, num_layers)
     sparse = values.get("moe_layers")
@@ -114,10 +111,9 @@ def _llama4_text(config: dict[str, object], values: Mapping[str, object]) -> dic
     config["layer_types"] = [SLIDING if kind == CHUNKED else kind for kind in kinds]
     config["mlp_layer_types"] = [SPARSE if i in sparse else DENSE for i in range(num_layers)]
     config["sliding_window"] = chunk
-    limit = integer("max_position_embeddings", values.get("max_position_embeddings"), minimum=1)
-    if values.get("attn_temperature_tuning"):
-        limit = min(limit, max(1, period - 1))
-    config["max_position_embeddings"] = min(limit, chunk)
+    has_temperature = values.get("attn_temperature_tuning")
+    for name in ("attn_scale", "floor_scale"):
+        config[name] = values.get(name) if has_temperature else None
     for name in _LLAMA4_FIELDS:
         config.pop(name, None)
     return config
@@ -222,7 +218,7 @@ def _lfm3(config: dict[str, object], values: Mapping[str, object]) -> dict[str, 
 
 CHUNKED = "chunked_attention"
 _LLAMA4_FIELDS = (
-    *("attention_chunk_size", "attn_scale", "attn_temperature_tuning", "floor_scale"),
+    *("attention_chunk_size", "attn_temperature_tuning"),
     *("interleave_moe_layer_step", "moe_layers", "no_rope_layer_interval", "no_rope_layers"),
 )
 _ROPE_FIELDS = ("rope_theta", "partial_rotary_factors", "rope_scaling")

@@ -202,6 +202,14 @@ class IndexerRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureRule:
+    """The scale of queries in layers without a window, as in `Temperature`; null is none."""
+
+    beta: FieldName
+    period: FieldName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a model family.
 
@@ -289,6 +297,9 @@ class Family:
     layers_without_network: FieldName | None = None  # field with a list of such layers
     # Which layers have a sliding window if `layer_types` is absent.
     windowed_layers: WindowedLayers = "none"
+    # Whether windows are chunks, which begin at multiples of their length.
+    has_chunks: bool = False
+    temperature: TemperatureRule | None = None
     is_window_switched: bool = False  # whether `use_sliding_window` enables the window
     # Step of the leading dense layers, which are counted apart.
     dense_window_step: FieldName | None = None
