@@ -112,6 +112,9 @@ def _policy_rows(plan: Plan) -> Iterator[Row]:
         f"at most {policy.max_prefill_chunk_tokens:,} of one prompt",
     )
     yield "KV cache", f"{policy.num_kv_blocks:,} blocks of {KV_BLOCK_TOKENS} tokens"
+    window = plan.steps.work.window
+    if num_blocks := policy.num_window_blocks(window):
+        yield "", f"{num_blocks:,} in layers with a window of {window:,} tokens"
     if plan.steps.placement.streams:
         yield from _device_rows(plan.steps.placement)
 

@@ -174,6 +174,7 @@ class EngineCore:
         accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
         has_states: Whether layers keep a state per sequence.
+        window: Tokens that layers with a sliding window keep (`ModelSpec.cache_window`).
         replanner: Changes the policy between steps.
     """
 
@@ -192,6 +193,7 @@ class EngineCore:
         prefix_salt: PrefixSalt = no_salt,
         restart_length: int | None = None,
         has_states: bool = False,
+        window: int | None = None,
         replanner: Replanner | None = None,
     ) -> None:
         self._replanner = replanner
@@ -202,6 +204,7 @@ class EngineCore:
             prefix_salt=prefix_salt,
             restart_length=restart_length,
             has_states=has_states,
+            window=window,
             num_slots=None if replanner is None else replanner.num_slots,
         )
         self._table = self.scheduler.table

@@ -217,7 +217,7 @@ class Engine:
         if parts.plan is not None:
             self.accuracy = Accuracy(Correction(parts.plan.step_times()))
             if config.policy is None:
-                replanner = Replanner(parts.plan, self.accuracy, may_grow=not parts.has_states)
+                replanner = Replanner(parts.plan, self.accuracy, may_grow=parts.may_grow)
         self._input_processor = InputProcessor(
             parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -245,6 +245,7 @@ class Engine:
             prefix_salt=parts.prefix_salt,
             restart_length=parts.restart_length,
             has_states=parts.has_states,
+            window=parts.window,
             replanner=replanner,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.

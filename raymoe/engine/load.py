@@ -73,6 +73,7 @@ class EngineParts:
         eos_token_ids: Tokens that end a row.
         plan: What was planned, if it was.
         has_states: Whether layers keep states, which sequences share as copies.
+        window: Tokens that layers with a sliding window keep (`ModelSpec.cache_window`).
         prefix_salt: Differs between lengths of prompts that do not share KV although they begin
             the same: rotary embeddings may depend on the length.
         restart_length: Length beyond which a row computes all its KV again.
@@ -93,8 +94,14 @@ class EngineParts:
     plan: Plan | None = None
     prefix_salt: PrefixSalt = no_salt
     has_states: bool = False
+    window: int | None = None
     restart_length: int | None = None
     device_memory: DeviceMemory | None = None
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether memory allows more sequences than `policy` says."""
+        return not (self.has_states or self.policy.num_window_blocks(self.window))
 
     def close(self) -> None:
         """Give memory back; called once, when the engine has ended."""
@@ -253,6 +260,7 @@ def _load_plan(
         prefix_salt=spec.prefix_salt,
         restart_length=spec.restart_length,
         has_states=spec.has_states,
+        window=spec.cache_window,
     )
 
 

@@ -51,7 +51,7 @@ from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
-from raymoe.specs.model import ModelSpec, MoeSpec
+from raymoe.specs.model import AttentionSpec, ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
 
@@ -150,6 +150,19 @@ class RankModel:
         return cache_layouts(self.spec, self.job.kv_dtype, self.dtype)
 
     @cached_property
+    def kv_blocks(self) -> list[int]:
+        """KV blocks of each layer."""
+        policy, layers = self.job.policy, self.spec.layers
+        num_windowed = policy.num_window_blocks(self.spec.cache_window) or policy.num_kv_blocks
+        attentions = [layer.attention for layer in layers]
+        return [
+            num_windowed
+            if isinstance(one, AttentionSpec) and one.sliding_window is not None
+            else policy.num_kv_blocks
+            for one in attentions
+        ]
+
+    @cached_property
     def placement(self) -> Placement:
         job = self.job
         return Placement.of(self.spec, job.schedule, job.policy, self.dtype.itemsize)
@@ -214,7 +227,7 @@ def _load_in_place(model: RankModel) -> ModelRunner:
     arena = HostArena(in_place_arena_bytes(spec, weights, model.dtype))
     decoder = Decoder.load(spec, weights, arena.allocate, model.dtype, release=weights.drop_pages)
     workload, policy, layouts = job.config.workload, job.policy, model.kv_layouts
-    cache = KvCache(layouts, policy.num_kv_blocks, num_slots=policy.num_state_slots)
+    cache = KvCache(layouts, model.kv_blocks, num_slots=policy.num_state_slots)
     if workload is not None:
         rows = min(workload.num_rows, policy.max_num_seqs)
         used_blocks = min(policy.num_kv_blocks, rows * blocks_of_tokens(workload.context_tokens))
@@ -249,7 +262,9 @@ def load_streamed(
         forms=tuple(split.form for split in steps.splits),
         build=steps.build,
         division=Division(
-            cpu_attention_fraction=steps.cpu_attention_fraction, staged_blocks=steps.staged_blocks
+            cpu_attention_fraction=steps.cpu_attention_fraction,
+            staged_blocks=steps.staged_blocks,
+            window=model.spec.cache_window,
         ),
         planned=int(len(steps.splits) > 1),  # the share that was asked for
         choose=split_choice(model.work, model.job.hardware, steps),
@@ -289,9 +304,7 @@ def _pinned_cache(model: RankModel, device: Device) -> tuple[KvCache, bool]:
     """The KV cache in host memory, and whether it is page-locked."""
     policy = model.job.policy
     num_slots = 0 if model.placement.states_on_device else policy.num_state_slots
-    cache = KvCache(
-        model.kv_layouts, policy.num_kv_blocks, model.job.new_arena, num_slots=num_slots
-    )
+    cache = KvCache(model.kv_layouts, model.kv_blocks, model.job.new_arena, num_slots=num_slots)
     device.bind(cache.host_memory)
     reason = device.pin(cache.host_memory)
     if reason is not None:
@@ -394,7 +407,7 @@ def load_resident(
     layouts, policy = model.kv_layouts, model.job.policy
     cache = device_cache(
         layouts,
-        policy.num_kv_blocks,
+        model.kv_blocks,
         lambda size: device.allocate(size, "KV cache"),
         num_slots=policy.num_state_slots,
     )

@@ -23,6 +23,7 @@ from raymoe.engine.sequence import (
     assemble_step,
     choose_scheduled_tokens,
 )
+from raymoe.engine.window_blocks import WindowBlocks
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.block_pool import BlockPool
 from raymoe.memory.prefixes import (
@@ -178,10 +179,14 @@ class Scheduler:
     Its own state is kept where prompts that wait, or one in the cache, branch off its own: a chunk
     of its prompt ends there. A snapshot goes with its blocks, or for newer ones.
 
+    Layers with a sliding window may have blocks of their own (`WindowBlocks`). A prefix is then
+    shared as far as these layers have the window before its end.
+
     Args:
         policy: Sizes of steps and of the KV cache.
         prefix_salt: Of a prompt's length; prompts of different salts share nothing.
         has_states: Whether layers keep states; prefixes are then shared from snapshots.
+        window: Tokens that layers with a window keep (`ModelSpec.cache_window`).
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
         num_slots: The most sequences of any policy to come; those of `policy` by default.
@@ -194,6 +199,7 @@ class Scheduler:
         *,
         prefix_salt: PrefixSalt = no_salt,
         has_states: bool = False,
+        window: int | None = None,
         restart_length: int | None = None,
         num_slots: int | None = None,
     ) -> None:
@@ -211,6 +217,11 @@ class Scheduler:
         assert not has_states or num_slots == policy.max_num_seqs, "slots of snapshots come next"
         snapshots = range(num_slots, policy.num_state_slots)
         self._snapshots = StateSnapshots(snapshots) if has_states else None
+        self._windows: WindowBlocks | None = None
+        if window is not None and (num_blocks := policy.num_window_blocks(window)):
+            assert num_slots == policy.max_num_seqs, "each has blocks for its window"
+            assert not has_states, "a snapshot and a window may end at other blocks"
+            self._windows = WindowBlocks(window, num_blocks, self.table.block_table.shape)
         self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
@@ -268,7 +279,14 @@ class Scheduler:
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
         assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
         copies = () if self._snapshots is None else self._snapshots.begin_step()
-        return assemble_step(self.table, slots, num_scheduled_tokens, copies)
+        windows, computed = self._windows, self.table.num_computed_tokens[slots]
+        if windows is None:
+            return assemble_step(self.table, slots, num_scheduled_tokens, copies)
+        num_scheduled_tokens = windows.fit(slots, computed, num_scheduled_tokens)
+        windows.extend(slots, computed + num_scheduled_tokens)
+        return assemble_step(
+            self.table, slots, num_scheduled_tokens, copies, window_table=windows.table
+        )
 
     def complete(self, done: SchedulerOutput) -> None:
         """Record that the KV of a step is in the cache."""
@@ -277,6 +295,8 @@ class Scheduler:
         is_prompt = before < self.table.prompt_tokens[done.slots]
         for slot, computed in zip(done.slots[is_prompt], before[is_prompt], strict=True):
             self._share(int(slot), int(computed))
+        if self._windows is not None:
+            self._windows.free_behind(done.slots, before + done.num_scheduled_tokens)
 
     def finish(self, slot: int) -> Sample:
         """Free the slot and the blocks of a sequence that ended."""
@@ -287,6 +307,8 @@ class Scheduler:
     def drop_kept_prefixes(self) -> None:
         """Forget what no live sequence uses, between steps."""
         self._lose(self.pool.drop_kept())
+        if self._windows is not None:
+            self._windows.pool.drop_kept()
 
     def drop(self, requests: Collection[Request]) -> None:
         """Free what the sequences of these rows have, between steps."""
@@ -343,6 +365,8 @@ class Scheduler:
         computed = int(self.table.num_computed_tokens[sample.slot])
         self._coming.forget(self._coming_keys(sample, slice(computed // BLOCK_TOKENS, None)))
         self.pool.release(self.table.remove(sample.slot))
+        if self._windows is not None:
+            self._windows.leave(sample.slot)
         sample.snapshot_blocks = ()
         self.live[sample.slot] = None
         sample.slot = -1
@@ -372,7 +396,7 @@ class Scheduler:
         chosen: list[Sample] = []
         coming: set[bytes] = set()
         looked_at = [*itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)]
-        if self.pool.num_evicted:  # where the cache holds all prefixes, no order saves any
+        if self._has_lost_prefixes:  # where the cache holds all prefixes, no order saves any
             looked_at.sort(key=self._eighths_to_compute)
         for sample in looked_at:
             keys = self._shareable_keys(sample)
@@ -387,6 +411,13 @@ class Scheduler:
                 break
             coming.update(self._keys(sample))
         return chosen
+
+    @property
+    def _has_lost_prefixes(self) -> bool:
+        num_evicted = self.pool.num_evicted
+        if self._windows is not None:
+            num_evicted += self._windows.pool.num_evicted
+        return num_evicted > 0
 
     def _eighths_to_compute(self, sample: Sample) -> int:
         keys = self._shareable_keys(sample)
@@ -486,6 +517,8 @@ class Scheduler:
                 has_fixed_length=sample.has_fixed_length,
             )
         )
+        if self._windows is not None:
+            self._windows.enter(sample.slot, self._keys(sample)[: len(shared)])
         if self._snapshots is None:
             self._coming.expect(self._keys(sample)[len(shared) :])
         elif len(shared):
@@ -507,6 +540,8 @@ class Scheduler:
 
     def _num_shared(self, keys: Sequence[bytes]) -> int:
         num_blocks = self.pool.num_found(keys)
+        if self._windows is not None:
+            return self._windows.num_shared(keys[:num_blocks])
         if self._snapshots is None:
             return num_blocks
         return self._snapshots.num_blocks(keys[:num_blocks])
@@ -537,6 +572,8 @@ class Scheduler:
         self._coming.forget(self._coming_keys(sample, new))
         keys = self._keys(sample)[new]
         self.pool.share(keys, self.table.block_table[slot, new][: len(keys)].tolist())
+        if self._windows is not None:
+            self._windows.share(slot, keys, new.start)
         if self._snapshots is not None and end == self.table.chunk_end[slot]:
             self._snapshots.take(keys[-1], slot)
             self._limit_chunk(sample)

@@ -232,8 +232,15 @@ def assemble_step(
     slots: Int64s,
     num_scheduled_tokens: Int32s,
     state_copies: tuple[tuple[int, int], ...] = (),
+    *,
+    window_table: Callable[[Int64s, int], Int32s] | None = None,
 ) -> SchedulerOutput:
-    """Gather the tokens of a step; the blocks for all of them must be there."""
+    """Gather the tokens of a step; the blocks for all of them must be there.
+
+    Args:
+        window_table: First columns of the blocks of slots in layers with a window, if these have
+            blocks of their own.
+    """
     slots, num_scheduled_tokens = (
         slots[num_scheduled_tokens > 0],
         num_scheduled_tokens[num_scheduled_tokens > 0],
@@ -268,6 +275,7 @@ def assemble_step(
                 block_table=np.ascontiguousarray(table.block_table[slots, :num_columns]),
                 prompt_tokens=table.rope_tokens[slots],
                 slots=slots.astype(np.int32),
+                window_table=None if window_table is None else window_table(slots, num_columns),
             ),
             logit_rows=logit_rows[:num_rows],
             state_copies=state_copies,

@@ -43,6 +43,7 @@ class AttentionBatch:
         prompt_tokens: [S], prompt lengths. None: several new tokens are all prompt, one is not.
         slots: [S], where each sequence has its state; None where no layer keeps one.
         chosen: Positions that an indexer chose in this step.
+        windowed: The same for layers with a sliding window; None where they have the same blocks.
     """
 
     query_start: Tensor
@@ -51,6 +52,7 @@ class AttentionBatch:
     prompt_tokens: Tensor | None = None
     slots: Tensor | None = None
     chosen: Chosen = field(default_factory=Chosen, compare=False)
+    windowed: "AttentionBatch | None" = None
 
     @property
     def num_new(self) -> Tensor:

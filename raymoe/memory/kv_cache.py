@@ -1,6 +1,7 @@
 """The paged KV cache: one tensor of blocks per layer.
 
-A block id refers to the same block in every layer. Layers without KV have states of slots instead.
+A block id refers to the same block in every layer, or in every layer with a sliding window if these
+have fewer blocks. Layers without KV have states of slots instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +20,31 @@ class KvCache:
     """Blocks of all layers, on huge pages; physical memory is used from the first write.
 
     Args:
+        num_blocks: Of each layer, or of all layers.
         num_slots: States of layers that keep any: of live sequences, and snapshots.
     """
 
     def __init__(
         self,
         layouts: Sequence[CacheLayout],
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         new_arena: Callable[[int], HostArena] = HostArena,
         *,
         num_slots: int = 0,
     ) -> None:
-        if not layouts or num_blocks < 1:
+        blocks = _of_layers(num_blocks, layouts)
+        if not layouts or min(blocks) < 1:
             raise ConfigError(
                 f"KV cache of {len(layouts)} layers and {num_blocks} blocks; both must be at "
                 "least 1"
             )
-        self.layouts, self.num_blocks = tuple(layouts), num_blocks
-        sizes = _sizes(layouts, num_blocks, num_slots)
+        self.layouts, self.num_blocks = tuple(layouts), max(blocks)
+        sizes = _sizes(layouts, blocks, num_slots)
         self.num_bytes = sum(sizes)
         self._arena = new_arena(sum(map(aligned_bytes, sizes)))
         self._layers = [
-            _shaped(self._arena.allocate(size), layout, num_blocks)
-            for layout, size in zip(layouts, sizes, strict=True)
+            _shaped(self._arena.allocate(size), layout, count)
+            for layout, size, count in zip(layouts, sizes, blocks, strict=True)
         ]
 
     @property
@@ -77,16 +80,17 @@ class KvCache:
 
 def device_cache(
     layouts: Sequence[CacheLayout],
-    num_blocks: int,
+    num_blocks: int | Sequence[int],
     allocate: Callable[[int], Tensor],
     *,
     num_slots: int,
 ) -> list[Tensor]:
     """Memory of a device for all layers, each as `KvCache.layer` returns it."""
-    sizes = _sizes(layouts, num_blocks, num_slots)
+    blocks = _of_layers(num_blocks, layouts)
+    sizes = _sizes(layouts, blocks, num_slots)
     return [
-        _shaped(allocate(size), layout, num_blocks)
-        for layout, size in zip(layouts, sizes, strict=True)
+        _shaped(allocate(size), layout, count)
+        for layout, size, count in zip(layouts, sizes, blocks, strict=True)
     ]
 
 
@@ -99,9 +103,14 @@ def copy_states(
             layout.copy(layer, copies)
 
 
-def _sizes(layouts: Sequence[CacheLayout], num_blocks: int, num_slots: int) -> list[int]:
+def _of_layers(num_blocks: int | Sequence[int], layouts: Sequence[CacheLayout]) -> Sequence[int]:
+    return [num_blocks] * len(layouts) if isinstance(num_blocks, int) else num_blocks
+
+
+def _sizes(layouts: Sequence[CacheLayout], blocks: Sequence[int], num_slots: int) -> list[int]:
     return [
-        num_blocks * layout.block_bytes + num_slots * layout.sequence_bytes for layout in layouts
+        count * layout.block_bytes + num_slots * layout.sequence_bytes
+        for layout, count in zip(layouts, blocks, strict=True)
     ]
 
 

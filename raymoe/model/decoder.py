@@ -102,11 +102,13 @@ class StagedRows(NamedTuple):
         kv: For layers with KV.
         states: For layers that keep states.
         chunked: For layers that attend within chunks, where some sequence is longer than one.
+        windowed: For layers with a sliding window, if these have blocks of their own.
     """
 
     kv: StagedBatch | None
     states: StateBatch | None
     chunked: StagedBatch | None = None
+    windowed: StagedBatch | None = None
 
 
 class Layer:
@@ -275,7 +277,7 @@ class Decoder:
     def attend(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        return self._layers[i].attention.attend(projected, cache_layer, batch)
+        return self._layers[i].attention.attend(projected, cache_layer, self._of_layer(i, batch))
 
     def staged_batch(
         self,
@@ -299,7 +301,21 @@ class Decoder:
             if states is None or with_states is None
             else states.staged_batch(with_states, device),
             None if kv is None else self._in_chunks(kv, batch, layout, device),
+            None
+            if kv is None or batch.windowed is None
+            else kv.staged_batch(batch.windowed, layout, device),
         )
+
+    def is_windowed(self, i: int) -> bool:
+        """Whether layer `i` has a sliding window."""
+        attention = self.spec.layers[i].attention
+        return isinstance(attention, AttentionSpec) and attention.sliding_window is not None
+
+    def _of_layer(self, i: int, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with the blocks of layer `i`."""
+        if batch.windowed is None or not self.is_windowed(i):
+            return batch
+        return batch.windowed
 
     def _in_chunks(
         self,
@@ -349,6 +365,8 @@ class Decoder:
         rows = batch.kv
         if batch.chunked is not None and self._chunk_tokens[i] is not None:
             rows = batch.chunked
+        if batch.windowed is not None and self.is_windowed(i):
+            rows = batch.windowed
         assert rows is not None, "made by `staged_batch`"
         return attention.attend_staged(projected, staged, rows, out)
 
@@ -358,14 +376,15 @@ class Decoder:
     def attend_absorbed(
         self, i: int, absorbed: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        return self._layers[i].attention.attend_absorbed(absorbed, cache_layer, batch)
+        attention = self._layers[i].attention
+        return attention.attend_absorbed(absorbed, cache_layer, self._of_layer(i, batch))
 
     def append(
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
         attention = self._layers[i].attention
         assert not isinstance(attention, Recurrent), f"layer {i} has states, which have one home"
-        attention.append(projected, cache_layer, batch)
+        attention.append(projected, cache_layer, self._of_layer(i, batch))
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.up_project(result_TX, out)

@@ -131,12 +131,21 @@ def workspace_bytes(footprint: Footprint) -> int:
 
 
 def kv_block_bytes(work: ModelWork) -> int:
+    """Bytes of a block in all layers."""
     return KV_BLOCK_TOKENS * work.kv_token_bytes
+
+
+def window_block_bytes(work: ModelWork) -> int:
+    """Bytes of a block in layers that keep no more than a window."""
+    return KV_BLOCK_TOKENS * work.windowed_token_bytes
 
 
 def cache_bytes(work: ModelWork, policy: Policy) -> int:
     """Bytes of the KV cache, of the states of all sequences and of their snapshots."""
-    return policy.num_kv_blocks * kv_block_bytes(work) + policy.num_state_slots * work.state_bytes
+    num_blocks, num_bytes = policy.num_kv_blocks, policy.num_state_slots * work.state_bytes
+    if num_windowed := policy.num_window_blocks(work.window):
+        num_bytes -= (num_blocks - num_windowed) * window_block_bytes(work)
+    return num_bytes + num_blocks * kv_block_bytes(work)
 
 
 def logit_bytes(model: ModelSpec) -> int:

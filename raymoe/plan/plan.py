@@ -161,7 +161,7 @@ class Plan:
             *self._describe_ranks(),
             f"policy: schedule {self.schedule}, batch {policy.max_num_seqs} sequences, "
             f"{policy.max_num_batched_tokens} tokens per step, {policy.num_kv_blocks} KV blocks of "
-            f"{KV_BLOCK_TOKENS} tokens",
+            f"{KV_BLOCK_TOKENS} tokens{self._describe_windows()}",
             *self._describe_device(),
             *([self.note] if self.note else []),
             f"host memory:\n{self.footprint.table()}",
@@ -176,6 +176,11 @@ class Plan:
             f"{workload.num_rows} rows in {format_seconds(self.job.seconds)}"
         )
         return "\n".join(lines)
+
+    def _describe_windows(self) -> str:
+        window = self.steps.work.window
+        num_blocks = self.policy.num_window_blocks(window)
+        return f", {num_blocks} in layers with a window of {window}" if num_blocks else ""
 
     def _describe_ranks(self) -> list[str]:
         if self.num_ranks == 1:

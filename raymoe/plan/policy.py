@@ -16,6 +16,11 @@ def blocks_of(tokens: int) -> int:
     return ceil_div(tokens, KV_BLOCK_TOKENS)
 
 
+def window_blocks(window: int) -> int:
+    """Most KV blocks that a sequence needs for its next token and the window before it."""
+    return blocks_of(window - 1) + 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePolicy:
     """How a step uses a device that cannot hold the model."""
@@ -106,6 +111,21 @@ class Policy:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"Policy.{field} is {value!r}; it must be a positive integer")
+
+    def num_window_blocks(self, window: int | None) -> int:
+        """KV blocks of each layer with a window; 0 if they have `num_kv_blocks`, as all others.
+
+        Enough for the windows of all sequences and of shared prefixes, and for the tokens of a
+        step. Where that is no less than all blocks, these layers keep all tokens.
+
+        Args:
+            window: Tokens that these layers keep (`ModelSpec.cache_window`).
+        """
+        if window is None:
+            return 0
+        num_blocks = self.num_state_slots * window_blocks(window)
+        num_blocks += blocks_of(self.max_num_batched_tokens)
+        return num_blocks if num_blocks < self.num_kv_blocks else 0
 
     @property
     def num_state_slots(self) -> int:

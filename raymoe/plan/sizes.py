@@ -8,7 +8,12 @@ from math import ceil, log2
 from typing import NoReturn, Self
 
 from raymoe.errors import InfeasiblePlanError
-from raymoe.plan.footprint import device_footprint, host_footprint, kv_block_bytes
+from raymoe.plan.footprint import (
+    device_footprint,
+    host_footprint,
+    kv_block_bytes,
+    window_block_bytes,
+)
 from raymoe.plan.placement import (
     WHOLE_MODEL_SCHEDULES,
     LayerBytes,
@@ -30,6 +35,7 @@ from raymoe.plan.policy import (
     blocks_of,
     host_advice,
     max_sequences,
+    window_blocks,
 )
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
@@ -80,12 +86,49 @@ class JobOnNode:
         of_device = self.device_footprint(placement)
         of_device.check_fits(hardware.gpu_memory_bytes, what=what, advice=on_device)
 
-    def num_blocks(self, num_bytes: int, *, with_states: bool = True) -> int:
+    def num_blocks(self, num_bytes: int, point: "SearchPoint") -> int:
         """KV blocks for which there is room, with the states of the rows whose KV is in them.
 
         Of the states there are snapshots too. The longest row has room if it would be alone: it
-        takes more blocks than come with the states of many others.
+        takes more blocks than come with the states of many others. The same holds for the windows
+        of rows, where layers with a window have blocks of their own.
         """
+        num_blocks = self._num_blocks(num_bytes, with_states=not point.states_on_device)
+        if self.work.window is None:
+            return num_blocks
+        return max(num_blocks, self._num_blocks_beside_windows(num_bytes, point))
+
+    def _num_blocks_beside_windows(self, num_bytes: int, point: "SearchPoint") -> int:
+        num_bytes -= self._step_bytes(point)
+        block_bytes = kv_block_bytes(self.work) - window_block_bytes(self.work)
+        longest = min(self.min_blocks, (num_bytes - self._window_bytes) // block_bytes)
+        num_bytes -= MIN_SNAPSHOTS * self._window_bytes
+        of_row = self._window_bytes + ceil_div(self._window_bytes, SEQUENCES_PER_SNAPSHOT)
+        of_all_rows = of_row * self.workload.num_rows
+        of_block = ceil(point.batch_share * of_row * KV_BLOCK_TOKENS / self._mean_tokens)
+        return max(
+            longest,
+            max(0, num_bytes) // (block_bytes + of_block),
+            (num_bytes - of_all_rows) // block_bytes,
+        )
+
+    def max_windows(self, num_bytes: int, num_blocks: int, point: "SearchPoint") -> int:
+        """Sequences whose windows have room next to so many blocks of other layers."""
+        if num_blocks * kv_block_bytes(self.work) <= num_bytes:
+            return self.workload.num_rows  # in blocks of their own they need no more
+        num_bytes -= num_blocks * (kv_block_bytes(self.work) - window_block_bytes(self.work))
+        return max_sequences(num_bytes - self._step_bytes(point), 0, self._window_bytes)
+
+    @property
+    def _window_bytes(self) -> int:
+        assert self.work.window is not None
+        return window_blocks(self.work.window) * window_block_bytes(self.work)
+
+    def _step_bytes(self, point: "SearchPoint") -> int:
+        """Of the tokens of a step, in layers with windows."""
+        return blocks_of(point.max_num_batched_tokens) * window_block_bytes(self.work)
+
+    def _num_blocks(self, num_bytes: int, *, with_states: bool) -> int:
         state_bytes, block_bytes = self.work.state_bytes, kv_block_bytes(self.work)
         if not state_bytes or not with_states:
             return num_bytes // block_bytes
@@ -286,15 +329,15 @@ class Sizes:
             if filled is None:
                 return None
             free = self._free_bytes(filled)
-            num_blocks = self.job.num_blocks(free, with_states=not search_point.states_on_device)
+            num_blocks = self.job.num_blocks(free, search_point)
             if size_bits is not None and num_blocks > self.job.min_blocks:
                 num_blocks = max(self.job.min_blocks, _leading_bits(num_blocks, size_bits))
             max_num_seqs = self._batch_size(num_blocks, search_point, size_bits)
             if search_point.states_on_device:
                 room = self._max_states(search_point)
                 max_num_seqs = min(max_num_seqs, ceil(min(1.0, search_point.batch_share) * room))
-            elif self.job.work.state_bytes:
-                max_num_seqs = min(max_num_seqs, self.job.max_states(free, num_blocks))
+            else:
+                max_num_seqs = min(max_num_seqs, self._max_rows(free, num_blocks, search_point))
             if max_num_seqs < 1:
                 return None
             num_blocks = self.job.useful_blocks(num_blocks, max_num_seqs)
@@ -316,11 +359,10 @@ class Sizes:
         if bare.is_in_place:
             needs, memory_bytes = job.host_footprint(bare), job.hardware.host_memory_bytes
         free = memory_bytes - needs.total + needs.bytes_of("KV cache")
-        num_blocks = job.num_blocks(free)
+        num_blocks = job.num_blocks(free, search_point)
         max_num_seqs = job.max_num_seqs(num_blocks, search_point.batch_share)
         max_num_seqs = min(max_num_seqs, search_point.max_num_batched_tokens)
-        if job.work.state_bytes:
-            max_num_seqs = min(max_num_seqs, job.max_states(free, num_blocks))
+        max_num_seqs = min(max_num_seqs, self._max_rows(free, num_blocks, search_point))
         if max_num_seqs < 1:
             return None
         num_blocks = job.useful_blocks(num_blocks, max_num_seqs)
@@ -407,6 +449,15 @@ class Sizes:
         needs = self.job.device_footprint(one)
         free = self.job.hardware.gpu_memory_bytes - needs.total + needs.bytes_of("states")
         return max_sequences(free, 0, self.job.work.state_bytes)
+
+    def _max_rows(self, free: int, num_blocks: int, search_point: SearchPoint) -> int:
+        """Sequences for whose states or windows there is room next to so many KV blocks."""
+        job = self.job
+        if job.work.state_bytes:
+            return job.max_states(free, num_blocks)
+        if job.work.window is not None:
+            return job.max_windows(free, num_blocks, search_point)
+        return job.workload.num_rows
 
     def _batch_size(self, num_blocks: int, search_point: SearchPoint, size_bits: int | None) -> int:
         max_num_seqs = min(

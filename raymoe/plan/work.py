@@ -184,6 +184,7 @@ class ModelWork:
     head: Matrices
     bytes_per_element: int
     num_ranks: int = 1  # ranks that all-reduce the hidden state twice per layer
+    window: int | None = None  # tokens that layers with a window keep (`ModelSpec.cache_window`)
     has_latent_experts: bool = False
 
     @classmethod
@@ -203,6 +204,7 @@ class ModelWork:
             head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
             num_ranks=model.num_shards,
+            window=model.cache_window,
             has_latent_experts=model.has_latent_experts,
         )
 
@@ -250,6 +252,13 @@ class ModelWork:
     @cached_property
     def kv_token_bytes(self) -> int:
         return sum(layer.kv_token_bytes for layer in self.layers)
+
+    @cached_property
+    def windowed_token_bytes(self) -> int:
+        """KV of a token in layers that keep no more than `window` of them."""
+        if self.window is None:
+            return 0
+        return sum(layer.kv_token_bytes for layer in self.layers if layer.window is not None)
 
     @cached_property
     def state_bytes(self) -> int:

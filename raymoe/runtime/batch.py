@@ -1,7 +1,7 @@
 """InputBatch: the tokens of one step and whose they are, in numpy until bindings need tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ class Sequences:
         prompt_tokens: [S], length for which each prompt is rotated: its own, or that at which the
             row started again.
         slots: [S], where each sequence has its state; None where no layer keeps one.
+        window_table: [S, M], blocks of each sequence in layers with a sliding window, for the same
+            tokens; those behind the window repeat its first. None where they are the same blocks.
     """
 
     query_start: Int32s
@@ -37,6 +39,7 @@ class Sequences:
     block_table: Int32s
     prompt_tokens: Int32s
     slots: Int32s | None = None
+    window_table: Int32s | None = None
 
     def __len__(self) -> int:
         return len(self.context_tokens)
@@ -55,6 +58,7 @@ class Sequences:
             block_table=self.block_table[chosen],
             prompt_tokens=self.prompt_tokens[chosen],
             slots=None if self.slots is None else self.slots[chosen],
+            window_table=None if self.window_table is None else self.window_table[chosen],
         )
 
     def between(self, begin: int, end: int) -> "Sequences":
@@ -66,17 +70,22 @@ class Sequences:
             block_table=self.block_table[begin:end],
             prompt_tokens=self.prompt_tokens[begin:end],
             slots=None if self.slots is None else self.slots[begin:end],
+            window_table=None if self.window_table is None else self.window_table[begin:end],
         )
 
     def to_tensors(self) -> AttentionBatch:
         """The same as kernels take it; shares memory."""
-        return AttentionBatch(
+        batch = AttentionBatch(
             query_start=torch.from_numpy(self.query_start),
             context_tokens=torch.from_numpy(self.context_tokens),
             block_table=torch.from_numpy(self.block_table),
             prompt_tokens=torch.from_numpy(self.prompt_tokens),
             slots=None if self.slots is None else torch.from_numpy(self.slots),
         )
+        if self.window_table is None:
+            return batch
+        windowed = replace(batch, block_table=torch.from_numpy(self.window_table))
+        return replace(batch, windowed=windowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

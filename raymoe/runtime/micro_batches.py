@@ -33,6 +33,8 @@ class MicroBatch:
         staging_runs_N3: What is staged, blocks with earlier tokens: first block of the host cache,
             first block of the staging slot and number of blocks of each copy.
         num_staged_blocks: Blocks of the slot in use, empty ones for new tokens included.
+        window_runs_N3: What is staged of a layer with a sliding window: no blocks behind it.
+        num_window_blocks: Blocks that it uses.
     """
 
     begin: int
@@ -44,6 +46,8 @@ class MicroBatch:
     staged: Sequences
     staging_runs_N3: Int64s
     num_staged_blocks: int
+    window_runs_N3: Int64s
+    num_window_blocks: int
 
     @property
     def num_tokens(self) -> int:
@@ -94,10 +98,12 @@ class Division:
         cpu_attention_fraction: Share of decoding sequences of a micro-batch for which the host
             attends, 0..1 (omega of MoE-Gen, section 4.3).
         staged_blocks: KV blocks of one micro-batch that the device has room for.
+        window: The longest sliding window of a layer; None if there is none.
     """
 
     cpu_attention_fraction: float
     staged_blocks: int
+    window: int | None = None
 
 
 def whole_batch(batch: InputBatch) -> CutBatch:
@@ -113,6 +119,8 @@ def whole_batch(batch: InputBatch) -> CutBatch:
         staged=everything,
         staging_runs_N3=NOTHING_STAGED,
         num_staged_blocks=0,
+        window_runs_N3=NOTHING_STAGED,
+        num_window_blocks=0,
     )
     return CutBatch(batch=batch, micro_batches=(micro_batch,))
 
@@ -141,7 +149,9 @@ def cut_batch(batch: InputBatch, num_micro_batches: int, division: Division) -> 
             sequences=ordered,
             logit_rows=place_T[batch.logit_rows],
         ),
-        micro_batches=tuple(map(partial(_micro_batch, ordered), bounds[::2], bounds[1::2])),
+        micro_batches=tuple(
+            map(partial(_micro_batch, ordered, division.window), bounds[::2], bounds[1::2])
+        ),
     )
 
 
@@ -199,11 +209,17 @@ def _on_device(
     return on_device & fits
 
 
-def _micro_batch(ordered: Sequences, host: tuple[int, int], device: tuple[int, int]) -> MicroBatch:
+def _micro_batch(
+    ordered: Sequences, window: int | None, host: tuple[int, int], device: tuple[int, int]
+) -> MicroBatch:
     """One of the sequences from `host` to `device` of a step in micro-batch order."""
     begin, middle, end = ordered.query_start[[host[0], device[0], device[1]]].tolist()
     on_device = ordered.between(*device)
     staged, runs_N3, num_blocks = _stage(on_device)
+    window_runs_N3, num_window_blocks = runs_N3, num_blocks
+    if window is not None:
+        windowed, window_runs_N3, num_window_blocks = _stage(on_device, window)
+        staged = replace(staged, window_table=windowed.block_table)
     return MicroBatch(
         begin=begin,
         middle=middle,
@@ -214,22 +230,31 @@ def _micro_batch(ordered: Sequences, host: tuple[int, int], device: tuple[int, i
         staged=staged,
         staging_runs_N3=runs_N3,
         num_staged_blocks=num_blocks,
+        window_runs_N3=window_runs_N3,
+        num_window_blocks=num_window_blocks,
     )
 
 
-def _stage(share: Sequences) -> tuple[Sequences, Int64s, int]:
-    """Where blocks of the device's share are staged, what is copied there, and blocks in use."""
+def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Int64s, int]:
+    """Where blocks of the device's share are staged, what is copied there, and blocks in use.
+
+    With a window it is for layers that see no more; the columns behind it repeat its first block.
+    """
     if not len(share):
         return share, NOTHING_STAGED, 0
     contexts = share.context_tokens.astype(np.int64)
-    counts = -(-contexts // BLOCK_TOKENS)
-    filled = -(-(contexts - share.num_scheduled_tokens) // BLOCK_TOKENS)
-    firsts = np.concatenate([[0], np.cumsum(counts)])
+    past = contexts - share.num_scheduled_tokens
+    counts, filled = -(-contexts // BLOCK_TOKENS), -(-past // BLOCK_TOKENS)
+    behind, source = np.zeros_like(counts), share.block_table
+    if window is not None:
+        behind = np.maximum(past - window + 1, 0) // BLOCK_TOKENS
+        source = source if share.window_table is None else share.window_table
+    firsts = np.concatenate([[0], np.cumsum(counts - behind)])
     columns = np.arange(counts.max(initial=0))
-    places = firsts[:-1, None] + columns
+    places = firsts[:-1, None] + np.maximum(columns - behind[:, None], 0)
     table = np.where(columns < counts[:, None], places, 0).astype(np.int32)
-    is_filled = columns < filled[:, None]
-    host = share.block_table[:, : len(columns)][is_filled].astype(np.int64)
+    is_filled = (columns >= behind[:, None]) & (columns < filled[:, None])
+    host = source[:, : len(columns)][is_filled].astype(np.int64)
     runs_N3 = _runs(host, places[is_filled])
     return replace(share, block_table=table), runs_N3, int(firsts[-1])
 

@@ -163,6 +163,21 @@ class ModelSpec:
         return any(isinstance(layer.attention, RecurrentSpec) for layer in self.layers)
 
     @property
+    def cache_window(self) -> int | None:
+        """How many last tokens layers with a window keep in the cache; None if all layers keep all.
+
+        That of the longest window, and at least 2, so that a sequence keeps its last block. A model
+        of which every layer has a window keeps all tokens, as does one with states.
+        """
+        attentions = [layer.attention for layer in self.layers]
+        windows = [
+            one.sliding_window if isinstance(one, AttentionSpec) else None for one in attentions
+        ]
+        if None not in windows or self.has_states:
+            return None
+        return max((max(2, window) for window in windows if window is not None), default=None)
+
+    @property
     def has_latent_experts(self) -> bool:
         """Whether experts read a latent of the hidden state; then all layers with experts do."""
         return any(

@@ -56,11 +56,22 @@ class FakeRunner:
     """Runs steps of the checksum model and checks the shape of each.
 
     `before` is called with each step; a test may raise, wait or look there. `num_states` is the
-    number of slots of states; without them the model has none.
+    number of slots of states; without them the model has none. Layers with a window have
+    `num_window_blocks` of their own, where the runner checks that a token sees its window.
     """
 
-    def __init__(self, num_blocks: int, before=lambda _batch: None, *, num_states: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        before=lambda _batch: None,
+        *,
+        num_states: int = 0,
+        window: int = 0,
+        num_window_blocks: int = 0,
+    ) -> None:
         self._states = [-1] * num_states
+        self._window = window
+        self.windowed = np.full((num_window_blocks, BLOCK_TOKENS), -1, np.int64)
         self._tokens = np.full((num_blocks, BLOCK_TOKENS), -1, np.int64)
         self._before = before
         self.max_num_batched_tokens: list[int] = []
@@ -85,6 +96,7 @@ class FakeRunner:
             assert batch.positions[begin:end].tolist() == list(range(first, context))
             self.largest_chunk = max(self.largest_chunk, end - begin)
             blocks = sequences.block_table[index]
+            self._see_windows(batch, index)
             slot = int(sequences.slots[index]) if self._states else None
             if slot is not None and first == 0:
                 self._states[slot] = 0
@@ -101,6 +113,27 @@ class FakeRunner:
         assert rows == sorted(set(rows))
         self._contexts = [self._context(*ends[row]) for row in rows]
         yield torch.arange(len(rows))[:, None]  # each row is its number
+
+    def _see_windows(self, batch: InputBatch, index: int) -> None:
+        """Append the tokens of a sequence to its blocks of a window, and read what each sees."""
+        sequences = batch.sequences
+        assert (sequences.window_table is not None) == (len(self.windowed) > 0)
+        if sequences.window_table is None:
+            return
+        table, rows = sequences.window_table[index], sequences.query_start[index : index + 2]
+        new = batch.token_ids[slice(*rows)]
+        positions = np.arange(sequences.context_tokens[index])
+        places = table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        first = len(positions) - len(new)
+        self.windowed[places[0][first:], places[1][first:]] = new
+        seen = max(0, first - self._window + 1)
+        kept = table[seen // BLOCK_TOKENS : positions[-1] // BLOCK_TOKENS + 1]
+        assert len(set(kept.tolist())) == len(kept), "a block twice in a window"
+        assert set(table[: seen // BLOCK_TOKENS].tolist()) <= {int(kept[0])}
+        found = self.windowed[places[0][seen:], places[1][seen:]]
+        assert (found >= 0).all(), "a window reads a block that was freed"
+        tokens = self._tokens[sequences.block_table[index]].reshape(-1)[seen:first]
+        assert (found[: len(tokens)] == tokens).all(), "a window of other tokens"
 
     def compute_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         return torch.stack([self._logits(self._contexts[row]) for row in hidden_RH[:, 0]])

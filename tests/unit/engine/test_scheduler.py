@@ -29,9 +29,16 @@ class Bench:
         replanner=None,
         *,
         has_states=False,
+        window=None,
     ):
         num_states = policy.num_state_slots if has_states else 0
-        self.runner = FakeRunner(policy.num_kv_blocks, self._checked(before), num_states=num_states)
+        self.runner = FakeRunner(
+            policy.num_kv_blocks,
+            self._checked(before),
+            num_states=num_states,
+            window=window or 0,
+            num_window_blocks=policy.num_window_blocks(window),
+        )
         self.results = {}
         self.core = EngineCore(
             self.runner,
@@ -43,12 +50,16 @@ class Bench:
             finish=lambda request: self.results.update({request.order: request.generation}),
             replanner=replanner,
             has_states=has_states,
+            window=window,
         )
         self.num_rows = 0
 
     def _checked(self, before):
         def check(inputs) -> None:
             assert_blocks_add_up(self.core.scheduler)
+            windows = self.core.scheduler._windows
+            if windows is not None:  # a step reads nothing of blocks that are free
+                self.runner.windowed[windows.pool._empty] = -1
             before(inputs)
 
         return check
@@ -92,6 +103,20 @@ def assert_blocks_add_up(scheduler) -> None:
         slots = [*snapshots._free, *snapshots._slots.values()]
         policy = scheduler.policy
         assert sorted(slots) == list(range(policy.max_num_seqs, policy.num_state_slots))
+    if scheduler._windows is not None:
+        assert_windows_add_up(scheduler)
+
+
+def assert_windows_add_up(scheduler) -> None:
+    """Each sequence has the blocks of its window and of its new tokens, and no others."""
+    windows, slots = scheduler._windows, scheduler.table.live_slots()
+    references = np.zeros(windows.pool.num_blocks, np.int32)
+    for slot in slots:
+        np.add.at(references, windows._table[slot, windows._first[slot] : windows._end[slot]], 1)
+    assert (references == windows.pool._references).all()
+    check_pool(windows.pool)
+    behind = scheduler.table.num_computed_tokens[slots] - windows._window + 1
+    assert (windows._first[slots] == np.maximum(behind, 0) // BLOCK_TOKENS).all()
 
 
 def prompts_of(lengths, seed=0):
