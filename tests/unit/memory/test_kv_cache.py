@@ -19,6 +19,19 @@ def test_layers_have_the_layout_of_the_kernels_and_do_not_overlap():
     assert (cache.layer(0) == 1).all()
 
 
+def test_layers_may_have_blocks_of_their_own_number():
+    layout = KvLayout(num_kv_heads=3, head_dim=8, dtype=torch.bfloat16)
+    cache = KvCache([layout] * 3, num_blocks=[5, 2, 5])
+    assert [len(layer) for layer in cache.layers] == [5, 2, 5]
+    assert cache.num_bytes == 12 * layout.block_bytes
+    cache.layer(2).fill_(1)
+    cache.touch(3, num_threads=1)
+    assert not cache.layer(1).any()
+    assert cache.layer(2)[3:].all()
+    with pytest.raises(ConfigError, match="0"):
+        KvCache([layout] * 2, num_blocks=[5, 0])
+
+
 def test_cache_without_blocks_is_refused():
     layout = KvLayout(num_kv_heads=1, head_dim=8, dtype=torch.float32)
     with pytest.raises(ConfigError, match="0 blocks"):

@@ -1,5 +1,7 @@
 """Cutting a step: every token once, micro-batches equal, shares as asked, blocks in order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,6 +110,39 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
             )
             assert staged.get(ours) == (theirs if block < past_blocks else None)
     assert micro_batch.num_staged_blocks == 3 + 2 + 2
+
+
+@given(SEQUENCES, st.integers(1, 200), st.booleans())
+def test_blocks_behind_a_window_are_not_staged(
+    sequences: list[tuple[int, int]], window: int, has_own_blocks: bool
+) -> None:
+    batch = make_batch(sequences)
+    table = batch.sequences.block_table
+    if has_own_blocks:
+        table = table[::-1] + 7
+        batch = replace(batch, sequences=replace(batch.sequences, window_table=table.copy()))
+    division = Division(cpu_attention_fraction=0.0, staged_blocks=10**6, window=window)
+    (micro_batch,) = cut_batch(batch, 1, division).micro_batches
+    share, columns = micro_batch.device, micro_batch.staged.window_table
+    assert columns is not None
+    source = share.window_table if has_own_blocks else share.block_table
+    assert source is not None
+    staged = {
+        device + index: host + index
+        for host, device, count in micro_batch.window_runs_N3.tolist()
+        for index in range(count)
+    }
+    used: list[int] = []
+    for row, context in enumerate(share.context_tokens.tolist()):
+        past = context - int(share.num_scheduled_tokens[row])
+        behind = max(0, past - window + 1) // BLOCK_TOKENS
+        places = columns[row, : -(-context // BLOCK_TOKENS)].tolist()
+        assert set(places[:behind]) <= set(places[behind : behind + 1])
+        for block in range(behind, -(-past // BLOCK_TOKENS)):
+            assert staged.pop(places[block]) == source[row, block]
+        used += places[behind:]
+    assert not staged, "staged, and not in a window"
+    assert used == list(range(micro_batch.num_window_blocks))
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
