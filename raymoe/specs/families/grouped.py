@@ -166,7 +166,7 @@ DENSE_FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
     ),
-    # Biases are refused, which only Llama's class, that computes these models, puts everywhere.
+    # Biases are refused: Llama's class, which computes this model, has all or none of them.
     "internlm3": Family(
         architecture="LlamaForCausalLM",
         was_published_with_code=True,
