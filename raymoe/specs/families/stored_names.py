@@ -398,32 +398,43 @@ _KIMI = Naming(
 # What transformers 5.24 saves: it gives dense networks the name of those with experts too.
 _KIMI_SAVED = replace(_KIMI, renamed={**(_KIMI.renamed or {}), "mlp.": "block_sparse_moe."})
 
-_BAILING = Naming(
-    renamed={
+
+def _bailing(attention: str, *, as_modules: bool) -> Naming:
+    """Names with this module of both kinds of attention: those of transformers' modules, or not."""
+    gate, output = ("forget_gate.", "o_proj") if as_modules else ("", "dense")
+    outer = {
         "model.embed_tokens.": "model.word_embeddings.",
-        "linear_attn.a_proj.": "attention.f_proj.",
-        **{
-            ours: theirs.replace("self_attn", "attention")
-            for ours, theirs in _KIMI_ATTENTION.items()
-        },
-        "self_attn.o_proj.": "attention.dense.",
-        "self_attn.": "attention.",
         "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
-        "mlp.shared_expert.": "mlp.shared_experts.",
     }
-)
+    conv = replace(_CONV, name=f"{attention}.conv1d.weight")
+    return Naming(
+        renamed={
+            "linear_attn.a_proj.": f"{attention}.{gate}f_proj.",
+            "linear_attn.dt_bias": f"{attention}.{gate}dt_bias",
+            "linear_attn.A_log": f"{attention}.{gate}A_log",
+            "linear_attn.norm.": f"{attention}.o_norm.",
+            **{f"linear_attn.{part}_conv.": f"{attention}.{part}_conv1d." for part in "qkv"},
+            "linear_attn.o_proj.": f"{attention}.{output}.",
+            RECURRENT: f"{attention}.",
+            "self_attn.o_proj.": f"{attention}.{output}.",
+            "self_attn.": f"{attention}.",
+            "mlp.shared_expert.": "mlp.shared_experts.",
+            **({} if as_modules else outer),
+        },
+        fused=(conv, *_IN_ONE.fused) if as_modules else (),
+    )
+
+
 # What transformers 5.24 saves: it gives linear attention's output the name of the other one's.
-_BAILING_SAVED = replace(
-    _BAILING, renamed={"linear_attn.o_proj.": "attention.dense.", **(_BAILING.renamed or {})}
+_BAILING_SAVED = _bailing("attention", as_modules=False)
+_BAILING = replace(
+    _BAILING_SAVED,
+    renamed={**(_BAILING_SAVED.renamed or {}), "linear_attn.o_proj.": "attention.o_proj."},
 )
-_BAILING_IN_ONE = replace(
-    _KIMI_IN_ONE,
-    renamed={
-        "linear_attn.a_proj.": "self_attn.forget_gate.f_proj.",
-        "linear_attn.A_log": "self_attn.forget_gate.A_log",
-        **(_KIMI_IN_ONE.renamed or {}),
-    },
-    fused=_KIMI_IN_ONE.fused[1:],
+_BAILING_OTHERS = (
+    _bailing("self_attn", as_modules=True),
+    _bailing("attention", as_modules=True),
+    _bailing("self_attn", as_modules=False),
 )
 
 
@@ -595,7 +606,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         _BAILING,
         _BAILING_SAVED,
         replace(_BAILING, fused=(replace(_KIMI_DECAY, name="attention.A_log"),)),
-        _BAILING_IN_ONE,
+        *_BAILING_OTHERS,
     ),
     "glm5_next_text": (_GLM5_NEXT, _GLM5_NEXT_MODULES),
     "lfm2_moe": (_LFM2,),
