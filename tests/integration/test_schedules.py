@@ -202,6 +202,7 @@ WITH_STATES = (
     "lfm2_moe: wide convolution with biases",
     "kimi_linear: more heads than attention has, wide convolution, 2 dense layers",
     "bailing_hybrid: attention first, latent queries, biases, no dense layer",
+    "glm5_next: three streams divided once, large epsilon, decay without a bound",
 )
 
 
@@ -220,6 +221,7 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
         (WITH_STATES[3], "module_batching", "mixed lengths", "pages"),
         (WITH_STATES[4], "vslpipe", "long prompt", "ring"),
         (WITH_STATES[5], "cgopipe", "preemption", "pages"),
+        (WITH_STATES[6], "cgopipe", "preemption", "staged"),
     ],
 )
 def test_states_on_the_device_change_no_token(

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 # Heads, rank, rotated dimensions: vectors and panels with tails, one and several tiles of heads.
 HEADS = [(1, 8, 8), (3, 24, 8), (16, 32, 16), (20, 72, 8), (33, 40, 24), (70, 64, 16), (130, 16, 8)]
+HEADS += [(18, 40, 0)]
 
 
 class Case:

@@ -123,6 +123,7 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 0.7,
         "swiglu_limit": 0.3,
         "linear_lower_bound": -0.5,
+        "index_topk": 512,
     },
     "odd sizes, wide convolution, pools of 16, kinds of the class": {
         "hidden_size": 40,

@@ -184,15 +184,16 @@ def test_rotations_equal_the_reference_in_every_way(
 
 
 @device
-@covering(dtype=FLOAT_DTYPES, half=[4, 0], is_interleaved=[False, True])
+@covering(dtype=FLOAT_DTYPES, half=[4, 0], rope=[8, 0], is_interleaved=[False, True])
 def test_latent_rows_and_queries_equal_the_reference(
     half: int,
+    rope: int,
     is_interleaved: bool,
     dtype: torch.dtype,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heads, nope, rope, rank = 3, 12, 8, 24
+    heads, nope, rank, half = 3, 12, 24, min(half, rope // 2)
     query_TAD = random(4, heads, nope + rope, dtype=dtype, device=device)
     row_TW = random(4, rank + rope, dtype=dtype, device=device)
     angles = (

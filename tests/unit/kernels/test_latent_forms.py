@@ -14,8 +14,9 @@ from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 
-# Heads, N, rotated dimensions, V, rank: values narrower and wider than keys, odd sizes.
+# Heads, N, rotated dimensions, V, rank: values narrower and wider than keys, odd sizes, no rope.
 SHAPES = [(4, 16, 8, 16, 32), (5, 24, 16, 48, 40), (1, 9, 8, 5, 24), (20, 40, 8, 24, 16)]
+SHAPES += [(3, 24, 0, 16, 40)]
 
 
 def make(
