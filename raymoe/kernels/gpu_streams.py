@@ -1,7 +1,7 @@
 """Triton kernels of hidden states of several streams: launches of one each.
 
 `streams` has the references of the same names. A kernel rounds where its reference does; sums are
-float32, in an order that depends on the shapes of the model alone.
+float32, in an order that depends on the shapes of the model alone. No constant depends on a step.
 
 R tokens of a tile, S streams as a power of two, K columns of a step, F factors as a power of two, B
 columns of a block.
@@ -30,7 +30,7 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["logits_ptr"])
 def stream_logits_kernel(
     hidden_ptr: tl.tensor,
     matrix_ptr: tl.tensor,
@@ -110,7 +110,7 @@ def stream_logits(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logits_ptr"])
 def read_streams_kernel(
     hidden_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -191,7 +191,7 @@ def _mixing_matrix(
     return x_SS
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logits_ptr"])
 def add_to_streams_kernel(
     hidden_ptr: tl.tensor,
     delta_ptr: tl.tensor,
