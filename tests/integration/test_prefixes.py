@@ -64,7 +64,7 @@ HYBRIDS = (
     "kimi_linear: attention first, latent queries, biases, no dense layer",
     "bailing_hybrid: attention first, latent queries, biases, no dense layer",
     "lfm3: windows first, a convolution of 3 with biases, biases, tied",
-    "glm5_next: groups, scaled, low limits, 2 shared, top-3",
+    "glm5_next: three streams divided once, large epsilon, decay without a bound",
 )
 HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
 SHARED = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in HEADS]

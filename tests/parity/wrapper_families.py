@@ -113,6 +113,7 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "hc_eps": 0.01,
         "rms_norm_eps": 0.1,
         "linear_lower_bound": None,
+        "index_topk": 512,
     },
     "groups, scaled, low limits, 2 shared, top-3": {
         "n_routed_experts": 12,
@@ -123,7 +124,6 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 0.7,
         "swiglu_limit": 0.3,
         "linear_lower_bound": -0.5,
-        "index_topk": 512,
     },
     "odd sizes, wide convolution, pools of 16, kinds of the class": {
         "hidden_size": 40,
