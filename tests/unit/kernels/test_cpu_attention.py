@@ -38,3 +38,21 @@ def test_a_cut_has_some_tokens_of_each_sequence_and_their_contexts() -> None:
     assert rest.query_start.dtype == rest.context_tokens.dtype == torch.int32
     rows, none = whole.cut(split, split)
     assert len(rows) == len(none.context_tokens) == 0
+
+
+def test_tokens_of_later_chunks_are_sequences_that_begin_with_their_chunk() -> None:
+    table = torch.arange(20, dtype=torch.int32).view(4, 5)
+    step = AttentionBatch(
+        query_start=torch.tensor([0, 1, 71, 71, 73], dtype=torch.int32),
+        context_tokens=torch.tensor([129, 100, 70, 65], dtype=torch.int32),
+        block_table=table,
+    )
+    chunked = step.in_chunks(64)
+    # Positions 128; 30 to 63 and 64 to 99; none; 63 and 64.
+    assert chunked.query_start.tolist() == [0, 1, 35, 71, 71, 72, 73]
+    assert chunked.context_tokens.tolist() == [1, 64, 36, 6, 64, 1]
+    assert chunked.block_table.tolist() == [
+        *([4, 4], [5, 6], [7, 8]),
+        *([12, 13], [15, 16], [17, 18]),
+    ]
+    assert step.in_chunks(192).context_tokens.tolist() == step.context_tokens.tolist()

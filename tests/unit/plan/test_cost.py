@@ -14,6 +14,7 @@ from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
+from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from tests.unit.plan.device_jobs import placed_model
 
@@ -395,6 +396,32 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
     assert seconds(Op.KV, 1) == pytest.approx(5 * 999 * row / 10e9)
     assert seconds(Op.ATTN, 0) == pytest.approx((5 * 128 / 0.85 + 2 * 5) * row / 100e9)
     assert seconds(Op.GATTN, 1) == pytest.approx(5 * 1000 * row / 200e9)
+
+
+def test_layers_with_an_indexer_read_what_they_choose_and_score_the_rest() -> None:
+    work = ModelWork.of(ModelSpec.from_config({"model_type": "deepseek_v32"}), 2)
+    layer = work.layers[0]
+    assert (layer.num_chosen, layer.index_token_bytes) == (2048, 2 * 128)
+    assert layer.kv_token_bytes == 2 * (512 + 64 + 128)
+    assert layer.index_pair_flop == 2 * 64 * 128
+    row, index = layer.kv_token_bytes, layer.index_token_bytes
+
+    def seconds(op: Op, context: int, **changes: object) -> float:
+        node = dataclasses.replace(NODE, **changes)
+        shape = MicroBatchShape.decode(10, context, cpu_attention_fraction=0.5)
+        task = Task(op=op, layer=0, part=0, resource=lane_of(op))
+        return StepCost(work, node, (shape,)).duration_s(task) - OVERHEAD_S[task.resource]
+
+    fast = {"host_flop_per_s": 1e18, "gpu_flop_per_s": 1e18}  # bytes decide
+    short, long = seconds(Op.ATTN, 2048, **fast), seconds(Op.ATTN, 5048, **fast)
+    # Index keys of 3,000 more tokens are read, and 2,048 rows are written and read once more.
+    assert long - short == pytest.approx(5 * (3000 * index + 2 * 2048 * row) / 100e9)
+    short, long = seconds(Op.GATTN, 2048, **fast), seconds(Op.GATTN, 5048, **fast)
+    assert long - short == pytest.approx(5 * 3000 * index / 200e9)
+    slow = {"host_flop_per_s": 1e9}
+    short, long = seconds(Op.ATTN, 2048, **slow), seconds(Op.ATTN, 5048, **slow)
+    assert long - short == pytest.approx(4 * 5 * 5048 * layer.index_pair_flop / 1e9)
+    assert seconds(Op.KV, 5048) == pytest.approx(5 * 5047 * row / 10e9)  # all blocks move
 
 
 def on_cores(rows: int, share: float, pages: tuple[int, ...] = (), **node: object) -> StepCost:
