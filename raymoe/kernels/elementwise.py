@@ -130,7 +130,8 @@ MAX_NATIVE_HEAD_DIM = 512
 class Projected(NamedTuple):
     """Contiguous queries [T, H, D], keys [T, G, D] and values [T, G, V] of a step.
 
-    In latent attention keys are the cached rows (G = 1) and values have no dimensions.
+    In latent attention keys are the cached rows (G = 1) and values have no dimensions, or are what
+    an indexer made of the tokens (`selection.IndexRows`).
     """
 
     query_THD: Tensor

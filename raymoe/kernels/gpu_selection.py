@@ -24,6 +24,8 @@ from raymoe.kernels.selection import GATHERED_BYTES, IndexRows, chosen_of
 
 _POSITIONS = 64  # of a program
 _MIN_DOT = 16
+# Upper bound of the absorbed queries and results of tokens that attend in one call.
+ABSORBED_BYTES = 256 << 20
 _RANK_BYTES = 32  # of a position: its score, and what sorting it takes
 
 
@@ -166,24 +168,44 @@ def append_and_attend_chosen_ragged(
         out_THV[early_T] = append_and_attend_latent_ragged(
             query_THD[early_T], latent_TW[early_T], cache, batch.early, heads=heads, scoring=scoring
         ).view(len(early_T), num_heads, -1)
-    layout = LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=cache.dtype)
-    absorbed_LHW = heads.absorb(query_THD[batch.late_T])
-    result_LHR = absorbed_LHW.new_empty(*absorbed_LHW.shape[:2], layout.rank)
-    Attending(
-        query_THD=absorbed_LHW,
-        cache=DeviceCache.of_chosen(cache, layout, _places(cache, batch, chosen_LK)),
-        out_THV=result_LHR,
-        compute=batch.compute,
-        scoring=scoring,
-    ).run(batch.tiles)
-    out_THV[batch.late_T] = heads.up_project(result_LHR)
+    token_bytes = num_heads * (2 * heads.rank + heads.rope_dim) * query_THD.dtype.itemsize
+    at_once = max(1, ABSORBED_BYTES // token_bytes)
+    for first in range(0, len(batch.late_T), at_once):
+        some = slice(first, min(first + at_once, len(batch.late_T)))
+        attended_lHV = _attend_chosen(
+            query_THD[batch.late_T[some]], cache, batch, some, chosen_LK, heads, scoring
+        )
+        out_THV[batch.late_T[some]] = attended_lHV
     return out_THV.flatten(1)
 
 
-def _places(cache: Tensor, batch: ChoosingBatch, chosen_LK: Tensor) -> Tensor:
+def _attend_chosen(
+    query_lHD: Tensor,
+    cache: Tensor,
+    batch: ChoosingBatch,
+    some: slice,
+    chosen_LK: Tensor,
+    heads: LatentHeads,
+    scoring: Scoring,
+) -> Tensor:
+    layout = LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=cache.dtype)
+    places_lK = _places(cache, batch, some, chosen_LK[some])
+    absorbed_lHW = heads.absorb(query_lHD)
+    result_lHR = absorbed_lHW.new_empty(*absorbed_lHW.shape[:2], layout.rank)
+    Attending(
+        query_THD=absorbed_lHW,
+        cache=DeviceCache.of_chosen(cache, layout, places_lK),
+        out_THV=result_lHR,
+        compute=batch.compute,
+        scoring=scoring,
+    ).run(batch.tiles._replace(tiles_NF=batch.tiles.tiles_NF[: len(query_lHD)]))
+    return heads.up_project(result_lHR)
+
+
+def _places(cache: Tensor, batch: ChoosingBatch, some: slice, chosen_LK: Tensor) -> Tensor:
     """Where chosen rows begin, in units of `DeviceCache.of_chosen`."""
     positions_LK = chosen_LK.long()
-    rows_LM = batch.table_SM[batch.sequences_L.long()].long()
+    rows_LM = batch.table_SM[batch.sequences_L[some].long()].long()
     blocks_LK = rows_LM.gather(1, positions_LK // TOKENS_OF_BLOCK)
     elements_LK = blocks_LK * cache.stride(0) + positions_LK % TOKENS_OF_BLOCK * cache.stride(1)
     return (elements_LK // DeviceCache.CHOSEN_UNIT).int()

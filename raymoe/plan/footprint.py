@@ -12,6 +12,7 @@ from raymoe.units import GIB, MIB
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
 DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised
+SELECTION_BYTES = 320 * MIB  # scores of an indexer, absorbed queries and their results
 SCAN_BYTES = 256 * MIB  # matrices of the chunks of a prompt that are multiplied at once
 LOGIT_CHUNK_ROWS = 256
 STAGED_MICRO_BATCHES = 2  # micro-batches whose KV is on the device at once
@@ -34,6 +35,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, placement: Placement) ->
     intermediates = _intermediates(model, work, placement.launch_tokens, groups)
     if placement.states_on_device:
         intermediates += _state_intermediates(work, placement.micro_batch_tokens)
+    intermediates += _selection_intermediates(work, tokens)
     head = _head_bytes(model, work)
     staged = STAGED_MICRO_BATCHES * placement.staged_blocks * _layer_block_bytes(work)
     activations = _routed(work, tokens) + ring + sums
@@ -168,6 +170,12 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int, groups: int) 
     largest = max(_ffn_intermediates(layer, work, tokens, groups) for layer in work.kinds)
     decoding = 0 if model.quantization is None else DECODING_BYTES
     return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
+
+
+def _selection_intermediates(work: ModelWork, tokens: int) -> int:
+    """Bytes of the positions that tokens choose, and of what attends to them at once."""
+    chosen = max((layer.num_chosen or 0 for layer in work.kinds), default=0)
+    return tokens * chosen * FLOAT_BYTES + SELECTION_BYTES if chosen else 0
 
 
 def _state_intermediates(work: ModelWork, tokens: int) -> int:

@@ -407,8 +407,8 @@ def _is_redundant(spec: ModelSpec, name: str, stored: Mapping[str, Shape]) -> bo
     """Whether a stored tensor is not used.
 
     Old checkpoints store rope frequencies; tied ones may store the head twice; layers that predict
-    a second token follow the last one or are separate modules; some families store the indexer for
-    contexts that are refused.
+    a second token follow the last one or are separate modules; some families store an
+    indexer for longer contexts than are computed.
     """
     unread = () if spec.quantization is None else spec.quantization.unread
     if name.startswith(_PREDICTORS) or name.endswith((".rotary_emb.inv_freq", *unread)):

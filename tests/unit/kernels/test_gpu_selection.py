@@ -87,11 +87,18 @@ def test_what_does_not_fit_at_once_is_chosen_in_pieces(
     is_shared=[False, True],
 )
 def test_attention_reads_chosen_rows_or_all_that_are_seen(
-    dtypes: tuple[torch.dtype, torch.dtype], minimum: int, is_shared: bool, device: str
+    dtypes: tuple[torch.dtype, torch.dtype],
+    minimum: int,
+    is_shared: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from raymoe.kernels import gpu_selection  # noqa: PLC0415
     from raymoe.kernels.gpu_attention import Scoring  # noqa: PLC0415
     from raymoe.kernels.gpu_selection import append_and_attend_chosen_ragged  # noqa: PLC0415
 
+    if is_shared:  # and in pieces
+        monkeypatch.setattr(gpu_selection, "ABSORBED_BYTES", 5000)
     case = Case((3, 24), dtypes, sequences=SEQUENCES, values=WHOLE)
     weight = torch.randn(5, 6 + 10, 16, generator=case.random)
     heads = LatentHeads(weight_HXR=weight.to(dtypes[0]), nope_dim=6, rope_dim=8)
