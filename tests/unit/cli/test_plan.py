@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli import run
-from raymoe.cli.plan import gantt
+from raymoe.cli.plan import _policy_rows, gantt
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.engine import node as engine_node
 from raymoe.plan.plan import RESOURCE_NAMES
+from raymoe.plan.policy import Policy
 from raymoe.plan.rank import notes_of
 from raymoe.plan.search import find_plan
 from raymoe.schedule.graph import Op, Resource, Task
@@ -556,3 +557,19 @@ def test_prices_that_make_no_sense_are_refused(
     file.write_text(f'{{"g6.8xlarge": {price}}}')
     assert run(["plan", "--model", model, *JOB, "--prices", str(file)]) == 2
     assert "g6.8xlarge has the price" in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("num_kv_blocks", "num_windowed"), [(4096, (64 + 4) * 5 + 16), (300, 0)])
+def test_blocks_of_layers_with_windows_are_told(num_kv_blocks: int, num_windowed: int) -> None:
+    policy = Policy(
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_prefill_chunk_tokens=512,
+        num_kv_blocks=num_kv_blocks,
+    )
+    model, node = model_preset("gpt-oss-20b"), hardware_preset("l4")
+    plan = find_plan(
+        model, node, WORKLOAD, schedule="layer_by_layer", policy=policy, max_model_len=4096
+    )
+    told = [f"{num_windowed} in layers with a window of 128 tokens"] * (num_windowed > 0)
+    assert [text for name, text in _policy_rows(plan) if not name] == told
