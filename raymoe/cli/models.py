@@ -21,6 +21,7 @@ from raymoe.specs.files import CONFIG_FILE, check_adapter, is_hub_name, read_con
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
 from raymoe.specs.layers import (
     AnyAttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     MoeSpec,
@@ -230,6 +231,12 @@ def _attention(attention: AnyAttentionSpec) -> str:
         return (
             f"state ({attention.kind}), {attention.num_heads} heads of {attention.key_dim} x "
             f"{attention.value_dim}, convolution of {attention.conv_width}"
+        )
+    if isinstance(attention, CompressedAttentionSpec):
+        entries = f", entries of {attention.ratio} tokens" if attention.ratio else ""
+        return (
+            f"{attention.num_heads} query heads on one row of {attention.head_dim}, window of "
+            f"{attention.sliding_window:,}{entries}, sinks"
         )
     if isinstance(attention, LatentAttentionSpec):
         heads = (

@@ -250,6 +250,92 @@ class StateLayout:
             heads_NHKV[target] = heads_NHKV[source]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedLayout:
+    """Last rows and sums of open windows in slots, entries of whole windows in blocks.
+
+    Blocks are at the front of a layer's bytes and slots at the back, the first one last: both are
+    found without the number of either. Windows that are longer than a block have their entry in the
+    block of their last token. A sum is a maximum, a sum of weights and a weighted sum, of each
+    dimension.
+
+    Attributes:
+        width: Elements of a row and of an entry.
+        window: Rows of a slot; that of position p is p modulo this.
+        ratio: Tokens of an entry; None if there are none.
+        num_sums: Sums of a slot: of the window that is open, then of the one after.
+        dtype: Of rows and entries.
+    """
+
+    width: int
+    window: int
+    ratio: int | None
+    num_sums: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_cache_dtype(self.dtype)
+        if self.width < 8 or self.width % 8:
+            raise ConfigError(f"head_dim is {self.width}; the kernels need a multiple of 8")
+        if self.ratio is not None and self.ratio % BLOCK_TOKENS and BLOCK_TOKENS % self.ratio:
+            raise ConfigError(
+                f"an entry has {self.ratio} tokens; supported: divisors and multiples of "
+                f"{BLOCK_TOKENS}"
+            )
+
+    @property
+    def block_entries(self) -> int:
+        """Entries of a block that holds any."""
+        return 0 if self.ratio is None else max(1, BLOCK_TOKENS // self.ratio)
+
+    @property
+    def block_step(self) -> int:
+        """Every so many blocks of a sequence one holds entries."""
+        return max(1, (self.ratio or 0) // BLOCK_TOKENS)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        return (self.block_entries, self.width)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_entries * self.width * self.dtype.itemsize
+
+    @property
+    def sequence_bytes(self) -> int:
+        return self._row_bytes + self.num_sums * 3 * self.width * torch.float32.itemsize
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.window * self.width * self.dtype.itemsize
+
+    def views(self, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries [N, E, W], rows [M, R, W] and sums [M, A, 3, W].
+
+        Slot s has index M - 1 - s; the last blocks overlap slots and are no block's.
+        """
+        slots = self._slots(cache)
+        num_slots = len(slots)
+        rows = slots[:, : self._row_bytes].view(self.dtype)
+        rows_MRW = rows.view(num_slots, self.window, self.width)
+        sums = slots[:, self._row_bytes :].view(torch.float32)
+        sums_MA3W = sums.view(num_slots, self.num_sums, 3, self.width)
+        if not self.block_bytes:
+            return rows_MRW.new_empty(0, *self.block_shape), rows_MRW, sums_MA3W
+        num_blocks = len(cache) // self.block_bytes
+        blocks = cache[: num_blocks * self.block_bytes].view(self.dtype)
+        return blocks.view(num_blocks, *self.block_shape), rows_MRW, sums_MA3W
+
+    def _slots(self, cache: Tensor) -> Tensor:
+        return cache[len(cache) % self.sequence_bytes :].view(-1, self.sequence_bytes)
+
+    def copy(self, cache: Tensor, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy slots, (from, to), in this order."""
+        slots = self._slots(cache)
+        for source, target in copies:
+            slots[-1 - target] = slots[-1 - source]
+
+
 def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:
     """Write one product per head to `out_THY`; on a GPU without a copy of the result."""
     out_HTY = out_THY.transpose(0, 1)

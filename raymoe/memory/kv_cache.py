@@ -1,7 +1,7 @@
 """The paged KV cache: one tensor of blocks per layer.
 
 A block id refers to the same block in every layer, or in every layer with a sliding window if these
-have fewer blocks. Layers without KV have states of slots instead.
+have fewer blocks. Layers have states of slots instead, or both.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from itertools import repeat
 from torch import Tensor
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.paged_kv import CacheLayout, StateLayout
+from raymoe.kernels.paged_kv import CacheLayout, CompressedLayout, StateLayout
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.units import format_bytes
 
@@ -99,7 +99,7 @@ def copy_states(
 ) -> None:
     """Copy states between slots, (from, to), in this order; skips layers that have none here."""
     for layer, layout in zip(layers, layouts, strict=True):
-        if isinstance(layout, StateLayout) and len(layer):
+        if isinstance(layout, StateLayout | CompressedLayout) and len(layer):
             layout.copy(layer, copies)
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe.errors import ConfigError
+from raymoe.kernels.compressed import CompressedBatches
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.cpu_linear import Allocate, Linear
@@ -21,6 +23,7 @@ from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import CacheLayout, KvLayout
 from raymoe.kernels.selection import sees_more_than
 from raymoe.model.attention import Attention, LatentAttention, LayerAttention, latent_layout
+from raymoe.model.compressed import CompressedAttention, compressed_layout, staged_batches
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
@@ -41,7 +44,7 @@ from raymoe.specs.layer_weights import (
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import AnyAttentionSpec
+from raymoe.specs.layers import AnyAttentionSpec, CompressedAttentionSpec
 from raymoe.specs.model import (
     AttentionSpec,
     LatentAttentionSpec,
@@ -65,6 +68,13 @@ def cache_layouts(
 def _layout(attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dtype) -> CacheLayout:
     if isinstance(attention, RecurrentSpec):
         return state_layout(attention, dtype)
+    if isinstance(attention, CompressedAttentionSpec):
+        if kv_dtype != dtype:
+            raise ConfigError(
+                f"kv_dtype is {kv_dtype} and the model computes in {dtype}; rows and entries of "
+                "this attention have the type of the model: leave kv_dtype at 'auto'"
+            )
+        return compressed_layout(attention, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return latent_layout(attention, kv_dtype)
     return KvLayout(
@@ -106,21 +116,42 @@ class StagedRows(NamedTuple):
     """
 
     kv: StagedBatch | None
-    states: StateBatch | None
+    states: StateBatch | CompressedBatches | None
     chunked: StagedBatch | None = None
     windowed: StagedBatch | None = None
 
 
 class Layer:
-    def __init__(self, model: ModelSpec, i: int, loader: Loader, reduce: Reduce) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        i: int,
+        loader: Loader,
+        reduce: Reduce,
+        *,
+        rotary: Rotary,
+        host_rotary: Rotary,
+    ) -> None:
         spec, prefix = model.layers[i], layer_prefix(i)
 
         def norm(name: str, *, exists: bool) -> Norm | None:
             return load_norm(model, loader, f"{prefix}{name}") if exists else None
 
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
-        self.attention = _attention(model, i, loader, reduce)
-        is_gated = isinstance(spec.attention, RecurrentSpec) or spec.attention.gate is not None
+        if isinstance(spec.attention, CompressedAttentionSpec):
+            self.attention: LayerAttention | Recurrent | CompressedAttention = CompressedAttention(
+                spec.attention,
+                loader,
+                f"{prefix}self_attn.",
+                rotary=rotary,
+                host_rotary=host_rotary,
+            )
+        else:
+            self.attention = _attention(model, i, loader, reduce)
+        is_gated = isinstance(spec.attention, RecurrentSpec) or (
+            isinstance(spec.attention, AttentionSpec | LatentAttentionSpec)
+            and spec.attention.gate is not None
+        )
         self.is_parallel = spec.is_parallel
         self.reads_input_again = spec.is_parallel or is_gated
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
@@ -196,6 +227,12 @@ class Decoder:
         self.needs_prompt_tokens = spec.depends_on_length
         rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
         self._rotary = [rotary[layer.rope] for layer in spec.layers]
+        # Attention to compressed entries rotates rows that it makes itself, where its cache is.
+        if loader.device.type != "cpu" and any(
+            isinstance(layer.attention, CompressedAttentionSpec) for layer in spec.layers
+        ):
+            rotary = {layer.rope: Rotary(layer.rope) for layer in spec.layers}
+        self._host_rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)
         multiplier = torch.tensor(spec.embedding_multiplier, dtype=torch.float64)
         if spec.rounds_embedding_multiplier:
@@ -203,7 +240,8 @@ class Decoder:
         self._embedding_multiplier = float(multiplier)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
-            self._layers.append(Layer(spec, i, loader, reduce))
+            tables = {"rotary": self._rotary[i], "host_rotary": self._host_rotary[i]}
+            self._layers.append(Layer(spec, i, loader, reduce, **tables))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
         head_bias = HEAD_BIAS if spec.has_head_bias else None
@@ -241,7 +279,7 @@ class Decoder:
 
     def reserve(self, num_positions: int) -> None:
         """Prepare `pre` for positions below `num_positions`; call it between steps."""
-        for rotary in self._rotary:
+        for rotary in (*self._rotary, *self._host_rotary):
             rotary.reserve(num_positions)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
@@ -294,12 +332,10 @@ class Decoder:
             device: Where the layers attend, which must get what is returned.
             with_states: Sequences whose states are on the device; None if states are on the host.
         """
-        kv, states = self._staging_layers
+        kv = self._staging_layer
         return StagedRows(
             None if kv is None else kv.staged_batch(batch, layout, device),
-            None
-            if states is None or with_states is None
-            else states.staged_batch(with_states, device),
+            None if with_states is None else self._staged_states(with_states, device),
             None if kv is None else self._in_chunks(kv, batch, layout, device),
             None
             if kv is None or batch.windowed is None
@@ -337,17 +373,25 @@ class Decoder:
             for layer in self.spec.layers
         ]
 
-    @cached_property
-    def _staging_layers(self) -> tuple[LayerAttention | None, Recurrent | None]:
-        """Layers that prepare a batch for all: the widest one with KV, and one with states."""
+    def _staged_states(
+        self, batch: AttentionBatch, device: torch.device
+    ) -> StateBatch | CompressedBatches | None:
         attentions = [layer.attention for layer in self._layers]
+        compressed = [each for each in attentions if isinstance(each, CompressedAttention)]
+        if compressed:
+            return staged_batches(compressed, batch)
         states = next((each for each in attentions if isinstance(each, Recurrent)), None)
+        return None if states is None else states.staged_batch(batch, device)
+
+    @cached_property
+    def _staging_layer(self) -> LayerAttention | None:
+        """The widest layer with KV alone, which prepares a batch for all of them."""
         with_kv = [
-            (spec.attention.token_shapes.value[1], each)
-            for each, spec in zip(attentions, self.spec.layers, strict=True)
-            if not isinstance(each, Recurrent)
+            (spec.attention.token_shapes.value[1], layer.attention)
+            for layer, spec in zip(self._layers, self.spec.layers, strict=True)
+            if not isinstance(layer.attention, Recurrent | CompressedAttention)
         ]
-        return max(with_kv, key=lambda each: each[0], default=(0, None))[1], states
+        return max(with_kv, key=lambda each: each[0], default=(0, None))[1]
 
     def attend_staged(
         self,
@@ -359,8 +403,11 @@ class Decoder:
         out: Tensor | None = None,
     ) -> Tensor:
         attention = self._layers[i].attention
+        if isinstance(attention, CompressedAttention):
+            assert isinstance(batch.states, CompressedBatches), "made by `staged_batch`"
+            return attention.attend_staged(projected, staged, batch.states, out)
         if isinstance(attention, Recurrent):
-            assert batch.states is not None, "made by `staged_batch`"
+            assert isinstance(batch.states, StateBatch), "made by `staged_batch`"
             return attention.attend_staged(projected, staged, batch.states, out)
         rows = batch.kv
         if batch.chunked is not None and self._chunk_tokens[i] is not None:
@@ -383,7 +430,9 @@ class Decoder:
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
         attention = self._layers[i].attention
-        assert not isinstance(attention, Recurrent), f"layer {i} has states, which have one home"
+        assert not isinstance(attention, Recurrent | CompressedAttention), (
+            f"layer {i} has states, which have one home"
+        )
         attention.append(projected, cache_layer, self._of_layer(i, batch))
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:

@@ -47,7 +47,7 @@ from raymoe.specs.layer_weights import (
     RECURRENT,
     layer_prefix,
 )
-from raymoe.specs.layers import AnyAttentionSpec, projections_of
+from raymoe.specs.layers import AnyAttentionSpec, CompressedAttentionSpec, projections_of
 from raymoe.specs.model import (
     DenseSpec,
     LatentAttentionSpec,
@@ -296,6 +296,8 @@ class _ArenaPlan:
         hidden_size, output = self._spec.hidden_size, attention.token_shapes.output
         if isinstance(attention, RecurrentSpec):
             return self._recurrent(prefix, attention)
+        if isinstance(attention, CompressedAttentionSpec):
+            return self._compressed(prefix, attention)
         total = self._linear([f"{prefix}o_proj"], hidden_size, output)
         if attention.gate is not None:
             total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
@@ -318,6 +320,24 @@ class _ArenaPlan:
                 total += self._linear([f"{prefix}{part}_proj"], width, latent)
         return total + self._linear([f"{prefix}o_proj"], hidden_size, output)
 
+    def _compressed(self, prefix: str, attention: CompressedAttentionSpec) -> int:
+        hidden_size, rank = self._spec.hidden_size, attention.q_lora_rank
+        down = [f"{prefix}q_a_proj", f"{prefix}kv_proj"]
+        total = self._linear(down, rank + attention.head_dim, hidden_size)
+        total += self._linear([f"{prefix}q_b_proj"], attention.query_width, rank)
+        if attention.ratio is not None:
+            pooled = [f"{prefix}compressor.{part}_proj" for part in ("kv", "gate")]
+            total += self._linear(pooled, 2 * attention.pooled_width, hidden_size)
+        latent = attention.num_groups * attention.group_rank
+        group_width = attention.output_width // attention.num_groups
+        total += self._head_matrices(f"{prefix}o_a_proj.weight", latent, group_width)
+        return total + self._linear([f"{prefix}o_proj"], hidden_size, latent)
+
+    def _head_matrices(self, name: str, outputs: int, inputs: int) -> int:
+        if packed_linear_is_used(self._dtype) or self._format(name) is not None:
+            return _aligned(outputs * inputs * self._dtype.itemsize)
+        return self._matrix([name], outputs, inputs)
+
     def _latent(self, prefix: str, attention: LatentAttentionSpec) -> int:
         hidden_size, rank = self._spec.hidden_size, attention.q_lora_rank
         query_width = attention.num_heads * attention.query_head_dim
@@ -336,9 +356,7 @@ class _ArenaPlan:
             total += self._linear([f"{prefix}indexer.weights_proj"], indexer.num_heads, hidden_size)
         up_projected = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
         name = f"{prefix}kv_b_proj.weight"
-        if packed_linear_is_used(self._dtype) or self._format(name) is not None:
-            return total + _aligned(up_projected * attention.kv_lora_rank * self._dtype.itemsize)
-        return total + self._matrix([name], up_projected, attention.kv_lora_rank)
+        return total + self._head_matrices(name, up_projected, attention.kv_lora_rank)
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
         hidden_size = self._spec.hidden_size

@@ -204,7 +204,10 @@ class Rates:
         keys, scores by values) where its code counts one.
         """
         if layer.state_bytes:
-            return self.states_s(resource, share, layer)
+            # Entries of earlier tokens, if there are any, come on top of the state.
+            flop = layer.pair_flop * (share.pairs + share.prompt_pairs)
+            read = share.context_tokens * layer.kv_token_bytes
+            return self.states_s(resource, share, layer) + self.roof_s(resource, flop, read)
         if layer.num_chosen is not None:
             attended = share.within(layer.num_chosen)
             if attended != share:

@@ -34,7 +34,7 @@ from raymoe.specs.layer_weights import (
     common_weights,
     expert_weights,
 )
-from raymoe.specs.layers import MoeSpec, RecurrentSpec
+from raymoe.specs.layers import MoeSpec, StatefulSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.units import UNLIMITED_BYTES, ceil_div
 
@@ -49,7 +49,7 @@ class LayerBytes(NamedTuple):
     shared: int  # shared expert and its gate; 0 without one
     expert: int  # one expert, or the dense network
     num_experts: int  # 1 in a dense layer
-    has_states: bool = False  # in place of KV
+    has_states: bool = False  # in place of KV, or beside it
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
@@ -61,7 +61,7 @@ class LayerBytes(NamedTuple):
 
         attention = count(attention_weights(layer, hidden))
         common = count(common_weights(layer, hidden))
-        has_states = isinstance(layer.attention, RecurrentSpec)
+        has_states = isinstance(layer.attention, StatefulSpec)
         if not isinstance(layer.ffn, MoeSpec):
             return cls(attention, 0, common, 1, has_states)
         return cls(

@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 from raymoe.errors import ConfigError
 from raymoe.specs.layer_weights import (
     EMBEDDING,
+    GROUPED_OUTPUT,
     HEAD,
     KV_UP,
     LATENT_IN,
@@ -35,11 +36,12 @@ from raymoe.specs.layer_weights import (
 from raymoe.specs.layers import (
     AnyAttentionSpec,
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
-    RecurrentSpec,
+    StatefulSpec,
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -49,6 +51,7 @@ Weights = Iterable[tuple[str, Shape]]
 _READERS = (
     (OUTPUT, "post"),
     (OUTPUT_GATE, "post"),
+    (GROUPED_OUTPUT, "post"),
     (ROUTER, "router"),
     (KV_UP, "up_project"),
     (LATENT_IN, "post"),
@@ -115,9 +118,15 @@ class LayerWork:
             keys, values = attention.nope_head_dim, attention.value_head_dim
             parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
-        state = attention if isinstance(attention, RecurrentSpec) else None
-        attends = state is None
         indexer = attention.indexer if isinstance(attention, LatentAttentionSpec) else None
+        state = attention if isinstance(attention, StatefulSpec) else None
+        pair_flop = 2 * (attention.query_width + attention.output_width)
+        prefill_pair_flop = 2 * attention.prompt_width
+        if state is not None:
+            pair_flop = 0
+            if isinstance(attention, CompressedAttentionSpec):
+                pair_flop = attention.pair_flop
+            prefill_pair_flop = pair_flop
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -126,8 +135,8 @@ class LayerWork:
             common=count(common_weights(layer, hidden)),
             num_experts=moe.num_experts if moe else 0,
             top_k=moe.top_k if moe else 0,
-            pair_flop=attends * 2 * (attention.query_width + attention.output_width),
-            prefill_pair_flop=attends * 2 * attention.prompt_width,
+            pair_flop=pair_flop,
+            prefill_pair_flop=prefill_pair_flop,
             kv_token_bytes=attention.cache_width * kv_element_bytes,
             query_width=attention.query_width,
             output_width=attention.output_width,

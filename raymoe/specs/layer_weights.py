@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from raymoe.specs.layers import (
+    AnyAttentionSpec,
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     IndexerSpec,
     LatentAttentionSpec,
@@ -24,6 +26,8 @@ LABEL_HEAD = "score.weight"  # stored name of HEAD in a model with a classificat
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
 OUTPUT = "self_attn.o_proj"
+GROUPED_OUTPUT = "self_attn.o_a_proj"
+COMPRESSOR = "self_attn.compressor."
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 INDEXER = "self_attn.indexer."
@@ -87,12 +91,7 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
             yield from _mixer(name, layer.streams, hidden_size)
     if layer.norms.before_attention:
         yield from _norm(INPUT_NORM, layer, hidden_size)
-    if isinstance(layer.attention, AttentionSpec):
-        yield from _grouped(layer.attention, hidden_size)
-    elif isinstance(layer.attention, RecurrentSpec):
-        yield from _recurrent(layer.attention, hidden_size)
-    else:
-        yield from _latent(layer.attention, hidden_size)
+    yield from _attention(layer.attention, hidden_size)
     if layer.norms.after_attention:
         yield from _norm(ATTENTION_RESULT_NORM, layer, hidden_size)
     if layer.norms.before_ffn:
@@ -101,6 +100,16 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
         yield from _router(layer.ffn, hidden_size)
         if layer.ffn.latent_size is not None:
             yield f"{LATENT_IN}.weight", (layer.ffn.latent_size, hidden_size)
+
+
+def _attention(attention: AnyAttentionSpec, hidden_size: int) -> NamedShapes:
+    if isinstance(attention, AttentionSpec):
+        return _grouped(attention, hidden_size)
+    if isinstance(attention, RecurrentSpec):
+        return _recurrent(attention, hidden_size)
+    if isinstance(attention, CompressedAttentionSpec):
+        return _compressed(attention, hidden_size)
+    return _latent(attention, hidden_size)
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -195,6 +204,24 @@ def _indexer(indexer: IndexerSpec, query_inputs: int, hidden_size: int) -> Named
     yield f"{INDEXER}wk.weight", (indexer.head_dim, hidden_size)
     yield from _linear(f"{INDEXER}k_norm", (indexer.head_dim,), has_bias=True)
     yield f"{INDEXER}weights_proj.weight", (indexer.num_heads, hidden_size)
+
+
+def _compressed(attention: CompressedAttentionSpec, hidden_size: int) -> NamedShapes:
+    width, rank = attention.head_dim, attention.q_lora_rank
+    yield "self_attn.q_a_proj.weight", (rank, hidden_size)
+    yield "self_attn.kv_proj.weight", (width, hidden_size)
+    yield "self_attn.q_a_norm.weight", (rank,)
+    yield "self_attn.kv_norm.weight", (width,)
+    yield "self_attn.q_b_proj.weight", (attention.query_width, rank)
+    yield "self_attn.sinks", (attention.num_heads,)
+    if attention.ratio is not None:
+        for part in ("kv_proj", "gate_proj"):
+            yield f"{COMPRESSOR}{part}.weight", (attention.pooled_width, hidden_size)
+        yield f"{COMPRESSOR}position_bias", (attention.ratio, attention.pooled_width)
+        yield f"{COMPRESSOR}kv_norm.weight", (width,)
+    latent = attention.num_groups * attention.group_rank
+    yield f"{GROUPED_OUTPUT}.weight", (latent, attention.output_width // attention.num_groups)
+    yield f"{OUTPUT}.weight", (hidden_size, latent)
 
 
 def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:

@@ -424,12 +424,105 @@ class RecurrentSpec:
         )
 
 
-AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | RecurrentSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttentionSpec:
+    """Attention of one layer to the last tokens, and to entries that stand for earlier ones.
+
+    All heads share one row per token, which is key and value at once and whose last dimensions are
+    rotated; results are rotated back. An entry pools the tokens of a window of `ratio` tokens by
+    weights of its own in each dimension, and the token that completes a window sees its entry
+    already. With overlap, the window before takes part by a second projection. Groups of heads are
+    projected to a latent before the output projection.
+
+    Source: DeepSeek-V4 report (2026), section 2.3, where every entry is selected.
+    """
+
+    num_heads: int
+    head_dim: int  # of queries, rows and entries
+    rope_head_dim: int
+    q_lora_rank: int  # width of the query latent
+    scale: float
+    norm_eps: float
+    sliding_window: int  # tokens that a query sees as they are, itself included
+    ratio: int | None  # tokens of an entry; None if there are no entries
+    is_overlapping: bool  # whether the window before takes part in an entry
+    num_groups: int  # of heads, each projected to a latent
+    group_rank: int
+
+    @property
+    def rotated_head_dim(self) -> int:
+        return self.rope_head_dim
+
+    @property
+    def num_sums(self) -> int:
+        """Entries that a token takes part in: none, that of its window, that of the next too."""
+        return 0 if self.ratio is None else 1 + self.is_overlapping
+
+    @property
+    def pooled_width(self) -> int:
+        """Values of a token that are pooled; as many numbers decide their weights."""
+        return self.num_sums * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of a token in blocks, of which an entry larger than a block fills one row."""
+        return 0 if self.ratio is None else ceil(self.head_dim / min(self.ratio, 32))
+
+    @property
+    def prompt_width(self) -> int:
+        """Elements of the queries and the output of a prompt token."""
+        return self.query_width + self.output_width
+
+    @property
+    def working_width(self) -> int:
+        """Elements per token that a host holds, those of pooled float32 values counted twice."""
+        return 2 * (self.prompt_width + self.head_dim) + 8 * self.pooled_width
+
+    def state_bytes(self, bytes_per_element: int) -> int:
+        """Bytes that a sequence keeps: its last rows, and float32 sums of open windows."""
+        rows = self.sliding_window * self.head_dim
+        return bytes_per_element * rows + STATE_BYTES["float32"] * 3 * self.pooled_width
+
+    @property
+    def token_flop(self) -> int:
+        """Operations of a token on the last rows, and on the sums of its windows."""
+        return 2 * self.prompt_width * self.sliding_window + 8 * self.pooled_width
+
+    @property
+    def pair_flop(self) -> int:
+        """Operations per pair of a token and an earlier one, by its share of an entry."""
+        return 0 if self.ratio is None else 2 * self.prompt_width // self.ratio
+
+    @property
+    def token_shapes(self) -> TokenShapes:
+        query = (self.num_heads, self.head_dim)
+        return TokenShapes(
+            query=query,
+            absorbed_query=query,
+            key=(1, self.head_dim),
+            value=(1, 2 * self.pooled_width),
+            output=self.output_width,
+            absorbed_output=self.output_width,
+        )
+
+
+# Layers that keep a state per sequence.
+StatefulSpec = RecurrentSpec | CompressedAttentionSpec
+AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | StatefulSpec
 
 __all__ = [
     "AnyAttentionSpec",
     "AttentionSpec",
     "ClampSpec",
+    "CompressedAttentionSpec",
     "DenseSpec",
     "GroupScore",
     "LatentAttentionSpec",
@@ -444,6 +537,7 @@ __all__ = [
     "RouterSpec",
     "Scoring",
     "SharedSpec",
+    "StatefulSpec",
     "StreamsSpec",
     "TokenShapes",
     "largest_sizes",

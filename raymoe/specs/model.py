@@ -50,6 +50,7 @@ from raymoe.specs.layers import (
     RecurrentSpec,
     RouterSpec,
     SharedSpec,
+    StatefulSpec,
     StreamsSpec,
 )
 from raymoe.specs.quantization import Quantization, parse_quantization
@@ -159,8 +160,8 @@ class ModelSpec:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state per sequence instead of a KV cache."""
-        return any(isinstance(layer.attention, RecurrentSpec) for layer in self.layers)
+        """Whether some layers keep a state per sequence, instead of a KV cache or beside it."""
+        return any(isinstance(layer.attention, StatefulSpec) for layer in self.layers)
 
     @property
     def cache_window(self) -> int | None:
@@ -307,10 +308,10 @@ class ModelSpec:
 
     def state_bytes(self, bytes_per_element: int) -> int:
         """Bytes that a sequence of any length keeps in layers with a state."""
-        recurrent = [
-            layer.attention for layer in self.layers if isinstance(layer.attention, RecurrentSpec)
+        stateful = [
+            layer.attention for layer in self.layers if isinstance(layer.attention, StatefulSpec)
         ]
-        return sum(one.state_bytes(bytes_per_element) for one in recurrent)
+        return sum(one.state_bytes(bytes_per_element) for one in stateful)
 
     @classmethod
     def from_config(

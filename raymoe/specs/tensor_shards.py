@@ -35,7 +35,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
-    RecurrentSpec,
+    StatefulSpec,
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece
@@ -93,7 +93,7 @@ class _Divided:
         )
 
     def _attention(self, attention: AnyAttentionSpec) -> AnyAttentionSpec:
-        assert not isinstance(attention, RecurrentSpec), "such models are not divided"
+        assert not isinstance(attention, StatefulSpec), "such models are not divided"
         num_heads = self._share("attention heads", attention.num_heads)
         if isinstance(attention, LatentAttentionSpec):
             return replace(attention, num_heads=num_heads)
