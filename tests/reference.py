@@ -41,6 +41,12 @@ from raymoe.specs.model import (
 )
 from raymoe.specs.rope import RopeSpec
 
+SCORES = {
+    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits_TE: (1 + logits_TE.double().exp()).log().sqrt().to(logits_TE),
+}
+
 
 def reference_routing(
     logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None
@@ -51,7 +57,7 @@ def reference_routing(
     router = moe.router
     if router.logit_softcap is not None:
         logits_TE = (logits_TE / router.logit_softcap).tanh() * router.logit_softcap
-    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+    scores_TE = SCORES[router.scoring](logits_TE)
     choice_TE = logits_TE if router.chooses_by_logits else scores_TE
     if selection_bias_E is not None:
         choice_TE = choice_TE + selection_bias_E

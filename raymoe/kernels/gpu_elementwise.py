@@ -498,7 +498,7 @@ def route_kernel(
     TOP_GROUPS: tl.constexpr,
     SUMS_TWO: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     BY_SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RENORMALIZES: tl.constexpr,
@@ -516,8 +516,17 @@ def route_kernel(
     is_expert_GX = (groups_G1 < GROUPS) & (within_1X < GROUP_SIZE)
     logits_GX = tl.load(logits_ptr + token * logits_stride + ids_GX, mask=is_expert_GX, other=0)
     logits_GX = tl.where(is_expert_GX, logits_GX.to(tl.float32), MINUS_INFINITY)
-    if IS_SIGMOID:
+    if SCORING == "sigmoid":
         scores_GX = tl.div_rn(1.0, 1.0 + tl.exp(-logits_GX))
+    elif SCORING == "sqrtsoftplus":
+        # log(1 + exp(x)) is max(x, 0) + log(1 + p). The quotient makes up for the rounding of 1 + p
+        # (Kahan). Padding is replaced first: its power is 0, but 0 times infinity is not.
+        finite_GX = tl.where(is_expert_GX, logits_GX, 0.0)
+        powers_GX = tl.exp(-tl.abs(finite_GX))
+        sums_GX = 1.0 + powers_GX
+        excess_GX = tl.where(sums_GX == 1.0, 1.0, sums_GX - 1.0)
+        logs_GX = tl.where(sums_GX == 1.0, powers_GX, tl.log(sums_GX) * powers_GX / excess_GX)
+        scores_GX = tl.sqrt_rn(tl.maximum(finite_GX, 0.0) + logs_GX)
     else:
         largest = tl.max(tl.max(logits_GX, 1), 0)
         powers_GX = tl.where(is_expert_GX, tl.exp(logits_GX - largest), 0.0)
@@ -551,7 +560,7 @@ def route(
     ids_TK: Tensor,
     weights_TK: Tensor,
     *,
-    is_sigmoid: bool = False,
+    scoring: str = "softmax",
     chooses_by_logits: bool = False,
     renormalizes: bool = True,
     min_sum: float = 0.0,
@@ -571,7 +580,7 @@ def route(
     (num_tokens, num_experts), top_k = logits_TE.shape, ids_TK.shape[1]
     group_size, has_sum = num_experts // groups[0], min_sum + added_sum > 0
     # Scores have the order of logits, but are equal for more of them.
-    needs_scores = bias_E is not None or groups[0] > 1 or (has_sum and not is_sigmoid)
+    needs_scores = bias_E is not None or groups[0] > 1 or (has_sum and scoring == "softmax")
     return Launch(
         kernel=route_kernel,
         grid=(num_tokens,),
@@ -590,7 +599,7 @@ def route(
             "TOP_GROUPS": groups[1],
             "SUMS_TWO": sums_two,
             "TOP_K": top_k,
-            "IS_SIGMOID": is_sigmoid,
+            "SCORING": scoring,
             "BY_SCORES": needs_scores and not chooses_by_logits,
             "HAS_BIAS": bias_E is not None,
             "RENORMALIZES": renormalizes,

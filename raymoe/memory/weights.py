@@ -14,7 +14,7 @@ from torch import Tensor
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight, check_values, is_in_order
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
-from raymoe.specs.layer_weights import EMBEDDING, Shape
+from raymoe.specs.layer_weights import EMBEDDING, TOKEN_EXPERTS, Shape
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import Piece, WeightFormat
@@ -25,6 +25,7 @@ from raymoe.units import ceil_div
 STORED_TENSORS = 8
 OTHER_TENSORS = 4096
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
+INTEGERS = ("I32", "I64")  # those of tables by token id
 
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ class WeightStore:
             locations = _locate(spec, checkpoint)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        for location in locations.values():
-            _check_types(checkpoint, location)
+        for name, location in locations.items():
+            plain = INTEGERS if name.endswith(TOKEN_EXPERTS) else FLOATS
+            _check_types(checkpoint, location, plain)
         store = cls(checkpoint, locations)
         if spec.tie_word_embeddings:
             for head in head_names(spec):
@@ -187,11 +189,11 @@ def max_stored_tensors(spec: ModelSpec) -> int:
     return min(len(model_weights(spec)) * STORED_TENSORS + OTHER_TENSORS, MAX_TENSORS)
 
 
-def _check_types(checkpoint: Checkpoint, location: Location) -> None:
+def _check_types(checkpoint: Checkpoint, location: Location, plain: tuple[str, ...]) -> None:
     pieces = location.pieces()
     for name in location.tensor_names():
         entry = checkpoint.entry(name)
-        supported = (*pieces[name].dtypes, *pieces[name].widened) if pieces else FLOATS
+        supported = (*pieces[name].dtypes, *pieces[name].widened) if pieces else plain
         if entry.dtype not in supported:
             raise CheckpointError(
                 f"{checkpoint.directory / entry.file}: tensor {name!r} has type {entry.dtype}; "
@@ -303,6 +305,8 @@ class DummyWeights:
 
     def __call__(self, name: str) -> Weight:
         shape = self._shapes[name]
+        if name.endswith(TOKEN_EXPERTS):  # the same few experts for all: they exist in every layer
+            return torch.arange(shape[1]).expand(shape)
         stored = self._spec.format_of(name, shape)
         if stored is not None:
             rows, columns = shape

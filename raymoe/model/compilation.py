@@ -87,6 +87,7 @@ def compile_attention(
     prompt = max(2, min(PROMPT_TOKENS, max_tokens))
     steps = ((1, 1), (1, SPLIT_POSITIONS + 1), (prompt, prompt))
     sequences = [_one_sequence(*step) for step in steps]
+    decoder.reserve(SPLIT_POSITIONS + 1)
     batches = [
         to_device(
             decoder.staged_batch(each, largest_layout(layouts), device, with_states=each), device
@@ -102,10 +103,10 @@ def compile_attention(
             continue
         shapes = attention.token_shapes
         num_blocks = -(-PROMPT_TOKENS // BLOCK_TOKENS) + 1
-        shape = (num_blocks, *layout.block_shape)
-        if layout.sequence_bytes:
-            shape = (layout.sequence_bytes,)
-        cache = torch.zeros(shape, dtype=layout.dtype, device=device)
+        num_bytes = num_blocks * layout.block_bytes + layout.sequence_bytes
+        cache = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if not layout.sequence_bytes:
+            cache = cache.view(layout.dtype).view(num_blocks, *layout.block_shape)
         for (num_tokens, _), batch in zip(steps, batches, strict=True):
             projected = Projected(
                 *(

@@ -4,6 +4,7 @@ T tokens, H hidden size, L width of what experts read: their latent, or the hidd
 state between blocks, `hidden_TH`, may have several streams of H columns each, and F factors.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -194,6 +195,7 @@ def _attention(
     is_interleaved = rope is not None and rope.is_interleaved
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
+    assert isinstance(spec, AttentionSpec), "the only other kind without rows of its own"
     norm_over_ranks = None
     if spec.qk_norm == "full" and model.num_shards > 1:
         norm_over_ranks = NormOverRanks(reduce, model.num_shards, model.norm_eps, model.norm_offset)
@@ -373,6 +375,13 @@ class Decoder:
             for layer in self.spec.layers
         ]
 
+    @cached_property
+    def _table_places(self) -> list[int | None]:
+        """Of each layer in which token ids decide, its place among those."""
+        networks, count = [layer.ffn for layer in self.spec.layers], itertools.count()
+        has_table = [isinstance(ffn, MoeSpec) and ffn.router.num_token_ids > 0 for ffn in networks]
+        return [next(count) if exists else None for exists in has_table]
+
     def _staged_states(
         self, batch: AttentionBatch, device: torch.device
     ) -> StateBatch | CompressedBatches | None:
@@ -438,10 +447,30 @@ class Decoder:
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
         return self._layers[i].attention.up_project(result_TX, out)
 
+    def experts_of_tokens(self, token_ids_T: Tensor) -> Tensor | None:
+        """Read the experts that token ids decide, int64 [N, T, K] of N layers; on the host.
+
+        None if they decide in no layer.
+        """
+        tables = [
+            layer.ffn.experts_VK
+            for layer in self._layers
+            if isinstance(layer.ffn, MoE) and layer.ffn.experts_VK is not None
+        ]
+        return torch.stack([table_VK[token_ids_T] for table_VK in tables]) if tables else None
+
     def post(
-        self, i: int, hidden_TH: Tensor, attention_TX: Tensor, out: Posted | None = None
+        self,
+        i: int,
+        hidden_TH: Tensor,
+        attention_TX: Tensor,
+        out: Posted | None = None,
+        *,
+        experts_NTK: Tensor | None = None,
     ) -> Posted:
         """Compute output projection, residual, norms and router of layer `i`.
+
+        `experts_NTK` is what `experts_of_tokens` has read of these tokens.
 
         Every rank routes by itself, from a sum that is bitwise equal on all ranks. Without a norm
         before the feed-forward network, the normed tensor is the hidden state itself.
@@ -467,7 +496,11 @@ class Decoder:
             normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH, normed_out)
         routing = None
         if layer.ffn is not None:
-            routing = layer.ffn.route(hidden_TH, normed_TH, routing_out)
+            ids_TK = None
+            if (place := self._table_places[i]) is not None:
+                assert experts_NTK is not None, "token ids decide in this layer"
+                ids_TK = experts_NTK[place]
+            routing = layer.ffn.route(hidden_TH, normed_TH, routing_out, ids_TK=ids_TK)
         return Posted(hidden_TH, normed_TH, routing, factors_TF)
 
     def to_latent(self, i: int, normed_TH: Tensor, out: Tensor | None = None) -> Tensor:

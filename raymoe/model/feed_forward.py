@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from raymoe.kernels.cpu_experts import (
     ExpertGroup,
@@ -27,6 +28,7 @@ from raymoe.specs.layer_weights import (
     LATENT_IN,
     LATENT_OUT,
     SHARED_RESULT_NORM,
+    TOKEN_EXPERTS,
 )
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from raymoe.specs.model import DenseSpec, ModelSpec
@@ -37,6 +39,8 @@ def choose_experts(
     moe: MoeSpec,
     selection_bias_E: Tensor | None = None,
     out: Routing | None = None,
+    *,
+    ids_TK: Tensor | None = None,
 ) -> Routing:
     """Return the experts of each token and their weights, in the order of choice.
 
@@ -45,8 +49,12 @@ def choose_experts(
         selection_bias_E: Added to the scores, or to the logits where the router chooses by these,
             for the choice alone; None if the router has none.
         out: Receives the result; rows may be strided.
+        ids_TK: The experts, where something else has chosen them.
     """
     router = moe.router
+    if ids_TK is not None:
+        routing = _weigh(_scores(logits_TE.float(), router), ids_TK.long(), router)
+        return routing if out is None else _copied(routing, out)
     if router.logit_softcap is not None:
         capped_TE = (logits_TE.float() / router.logit_softcap).tanh()
         logits_TE = capped_TE * router.logit_softcap
@@ -69,7 +77,7 @@ def _choose_in_one_launch(
         logits_TE,
         selection_bias_E,
         *out,
-        is_sigmoid=router.scoring == "sigmoid",
+        scoring=router.scoring,
         chooses_by_logits=router.chooses_by_logits,
         renormalizes=router.renormalize,
         min_sum=router.min_weight_sum,
@@ -95,15 +103,26 @@ def _choose(logits_TE: Tensor, moe: MoeSpec, selection_bias_E: Tensor | None) ->
         routing = route(logits_TE, moe.top_k, renormalize=router.renormalize)
         return _routing(routing.topk_ids_TK, routing.topk_weights_TK * router.scale)
     logits_TE = logits_TE.float()
-    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
-    # Logits and their sigmoids have the same order, but sigmoids of large ones are equal.
-    is_sorted = selection_bias_E is None and router.num_groups == 1 and router.scoring == "sigmoid"
+    scores_TE = _scores(logits_TE, router)
+    # Scores but softmax have the order of logits, and those of large ones are equal.
+    is_sorted = selection_bias_E is None and router.num_groups == 1 and router.scoring != "softmax"
     choice_TE = logits_TE if is_sorted or router.chooses_by_logits else scores_TE
     if selection_bias_E is not None:
         choice_TE = choice_TE + selection_bias_E
     if router.num_groups > 1:
         choice_TE = _without_other_groups(choice_TE, router)
-    ids_TK = _largest(choice_TE, moe.top_k)
+    return _weigh(scores_TE, _largest(choice_TE, moe.top_k), router)
+
+
+def _scores(logits_TE: Tensor, router: RouterSpec) -> Tensor:
+    if router.scoring == "softmax":
+        return logits_TE.softmax(-1)
+    if router.scoring == "sigmoid":
+        return logits_TE.sigmoid()
+    return functional.softplus(logits_TE).sqrt()
+
+
+def _weigh(scores_TE: Tensor, ids_TK: Tensor, router: RouterSpec) -> Routing:
     weights_TK = scores_TE.gather(1, ids_TK)
     if router.renormalize:
         sum_T1 = weights_TK.sum(-1, keepdim=True).clamp_min(router.min_weight_sum)
@@ -160,9 +179,18 @@ def _routing(ids_TK: Tensor, weights_TK: Tensor) -> Routing:
 
 class FeedForward(Protocol):
     def route(
-        self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        out: Routing | None = None,
+        *,
+        ids_TK: Tensor | None = None,
     ) -> Routing | None:
-        """Choose the experts of each token, in `out`; None if the layer has no router."""
+        """Choose the experts of each token, in `out`; None if the layer has no router.
+
+        Args:
+            ids_TK: The experts, where token ids decide.
+        """
 
     def __call__(
         self,
@@ -207,7 +235,14 @@ class Dense:
     def __init__(self, spec: DenseSpec, loader: Loader, prefix: str) -> None:
         self._ffn = load_network(spec, loader, prefix)
 
-    def route(self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None) -> None:
+    def route(
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        out: Routing | None = None,
+        *,
+        ids_TK: Tensor | None = None,
+    ) -> None:
         """Return None: a dense layer has no router."""
 
     def __call__(
@@ -243,6 +278,9 @@ class MoE:
             # Trained in steps of 0.001 (DeepSeek-V3, section 4.2), which bfloat16 near 1 cannot
             # represent.
             self._selection_bias_E = loader.score_vector(f"{prefix}gate.e_score_correction_bias")
+        self.experts_VK = None
+        if spec.router.num_token_ids:
+            self.experts_VK = loader.token_table(f"{layer}{TOKEN_EXPERTS}", spec.num_experts)
         self._experts = loader.experts(f"{prefix}experts.", spec)
         self._latent_in = self._latent_out = self._shared = self._shared_gate = None
         if spec.latent_size is not None:
@@ -255,10 +293,17 @@ class MoE:
             if spec.shared.is_gated:
                 self._shared_gate = loader.linear([f"{prefix}shared_expert_gate"])
 
-    def route(self, hidden_TH: Tensor, normed_TH: Tensor, out: Routing | None = None) -> Routing:
-        routing = choose_experts(
-            self._logits(hidden_TH, normed_TH), self._spec, self._selection_bias_E, out
-        )
+    def route(
+        self,
+        hidden_TH: Tensor,
+        normed_TH: Tensor,
+        out: Routing | None = None,
+        *,
+        ids_TK: Tensor | None = None,
+    ) -> Routing:
+        assert (ids_TK is None) == (self.experts_VK is None), "token ids decide in some layers"
+        logits_TE = self._logits(hidden_TH, normed_TH)
+        routing = choose_experts(logits_TE, self._spec, self._selection_bias_E, out, ids_TK=ids_TK)
         if self._expert_scales_E is not None:
             routing.topk_weights_TK.mul_(self._expert_scales_E[routing.topk_ids_TK.long()])
         return routing

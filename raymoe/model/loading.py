@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import StoredMatrix, Weight, as_tensor, is_in_order
+from raymoe.errors import CheckpointError
 from raymoe.kernels.cpu_experts import (
     SIGMOID_GATES,
     Biases,
@@ -173,6 +174,26 @@ class Loader:
         table = self._matrix([self._weights(name)], is_packed=False)
         assert isinstance(table, Tensor), "tables are never quantised"
         return table
+
+    def token_table(self, name: str, num_values: int) -> Tensor:
+        """Return a table of integers below `num_values` by token id, [V, K] on the host.
+
+        Raises:
+            CheckpointError: A row holds other integers, or one of them twice.
+        """
+        table_VK = self._stored_weight(name)
+        assert isinstance(table_VK, Tensor), "tables are never quantised"
+        ordered_VK = table_VK.sort(dim=1).values
+        is_repeated = bool((ordered_VK.diff(dim=1) == 0).any())
+        if is_repeated or int(table_VK.min()) < 0 or int(table_VK.max()) >= num_values:
+            raise CheckpointError(
+                f"{name} has a row that does not name {table_VK.shape[1]} different experts of "
+                f"{num_values}; the file is damaged or of another model"
+            )
+        return table_VK
+
+    def _stored_weight(self, name: str) -> Weight:
+        return self._weights(name)
 
     def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
         """Load one projection as a matrix per head.
@@ -540,6 +561,9 @@ class PagedLoader(Loader):
         view = self._view(name)
         assert isinstance(view, Tensor), "tables and vectors are never quantised"
         return view
+
+    def _stored_weight(self, name: str) -> Weight:
+        return self._stored(name)
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
         device = "cpu" if is_on_host else self.device

@@ -27,6 +27,7 @@ class InPlaceState:
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
         attention: The sequences; on a device as indices there.
+        experts_NTK: Experts that token ids decide, of each such layer; None if there are none.
         wanted_RH: The last hidden states of the rows whose logits are wanted, normed.
     """
 
@@ -35,6 +36,7 @@ class InPlaceState:
     prompt_tokens_T: Tensor | None
     logit_rows_R: Tensor
     attention: AttentionBatch | StagedRows
+    experts_NTK: Tensor | None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
@@ -97,12 +99,14 @@ class InPlace:
         if self._device.lanes:
             attention = decoder.staged_batch(sequences, self._layout, target, with_states=sequences)
         prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
+        token_ids_T = torch.from_numpy(batch.token_ids)
         state = InPlaceState(
-            torch.from_numpy(batch.token_ids),
+            token_ids_T,
             torch.from_numpy(batch.positions),
             None if prompts is None else torch.from_numpy(prompts),
             torch.from_numpy(batch.logit_rows),
             attention,
+            decoder.experts_of_tokens(token_ids_T),
         )
         if self._device.lanes:
             state = self._inputs.send(state)
@@ -135,7 +139,7 @@ class InPlace:
         assert state.hidden_TH is not None
         assert state.attention_TX is not None
         state.hidden_TH, state.normed_TH, state.routing, state.factors_TF = self.decoder.post(
-            task.layer, state.hidden_TH, state.attention_TX
+            task.layer, state.hidden_TH, state.attention_TX, experts_NTK=state.experts_NTK
         )
         state.attention_TX = None
 

@@ -40,6 +40,7 @@ class StreamedState:
 
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
+        experts_NTK: Experts that token ids decide, of each such layer; None if there are none.
         logit_places_R: int64, tokens whose logits are wanted, in the order of the original step.
         host: Of each micro-batch, the sequences for which the host attends.
         device: Those for which the device does, with blocks of the host's cache.
@@ -53,6 +54,7 @@ class StreamedState:
     token_ids_T: Tensor
     positions_T: Tensor
     prompt_tokens_T: Tensor | None
+    experts_NTK: Tensor | None
     logit_places_R: Tensor
     host: Sequence[AttentionBatch]
     device: Sequence[AttentionBatch]
@@ -163,10 +165,12 @@ class StreamedMemory:
             )
             for each in cut.micro_batches
         ]
-        positions_T, prompt_tokens_T, logit_places_R, staged = self.inputs.send(
+        token_ids_T = torch.from_numpy(batch.token_ids)
+        positions_T, prompt_tokens_T, experts_NTK, logit_places_R, staged = self.inputs.send(
             (
                 torch.from_numpy(batch.positions),
                 None if prompts is None else torch.from_numpy(prompts),
+                decoder.experts_of_tokens(token_ids_T),
                 torch.from_numpy(batch.logit_rows),
                 staged,
             )
@@ -174,9 +178,10 @@ class StreamedMemory:
         return StreamedState(
             cut=cut,
             form=form,
-            token_ids_T=torch.from_numpy(batch.token_ids),  # the host embeds
+            token_ids_T=token_ids_T,  # the host embeds
             positions_T=positions_T,
             prompt_tokens_T=prompt_tokens_T,
+            experts_NTK=experts_NTK,
             logit_places_R=logit_places_R,
             host=[each.host.to_tensors() for each in cut.micro_batches],
             device=[each.device.to_tensors() for each in cut.micro_batches],
@@ -288,7 +293,11 @@ class StreamedMemory:
         routing = device.routing(rows, top_k) if top_k else None
         factors_TF = None if device.factors_TF is None else device.factors_TF[rows]
         out = Posted(device.hidden_TH[rows], device.normed_TH[rows], routing, factors_TF)
-        self._decoder(state).post(task.layer, out.hidden_TH, self._attended(task, state), out)
+        experts_NTK = None if state.experts_NTK is None else state.experts_NTK[:, rows]
+        attended_TX = self._attended(task, state)
+        self._decoder(state).post(
+            task.layer, out.hidden_TH, attended_TX, out, experts_NTK=experts_NTK
+        )
         used = [out.normed_TH, *(routing or ()), *(() if factors_TF is None else (factors_TF,))]
         latent_TL = self._latent(task.layer, rows)
         if latent_TL is not None:

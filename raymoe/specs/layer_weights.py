@@ -25,6 +25,7 @@ HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 LABEL_HEAD = "score.weight"  # stored name of HEAD in a model with a classification head
 EXPERTS = "mlp.experts."
 ROUTER = "mlp.gate."
+TOKEN_EXPERTS = "mlp.gate.tid2eid"
 OUTPUT = "self_attn.o_proj"
 GROUPED_OUTPUT = "self_attn.o_a_proj"
 COMPRESSOR = "self_attn.compressor."
@@ -66,6 +67,7 @@ def outer_weights(
 
 def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     weights = dict(attention_weights(layer, hidden_size)) | dict(common_weights(layer, hidden_size))
+    weights |= dict(token_tables(layer))
     if isinstance(layer.ffn, MoeSpec):
         for expert in range(layer.ffn.num_experts):
             weights |= dict(expert_weights(layer.ffn, hidden_size, expert))
@@ -110,6 +112,12 @@ def _attention(attention: AnyAttentionSpec, hidden_size: int) -> NamedShapes:
     if isinstance(attention, CompressedAttentionSpec):
         return _compressed(attention, hidden_size)
     return _latent(attention, hidden_size)
+
+
+def token_tables(layer: LayerSpec) -> NamedShapes:
+    """Tables of integers by token id, which the host reads."""
+    if isinstance(layer.ffn, MoeSpec) and layer.ffn.router.num_token_ids:
+        yield TOKEN_EXPERTS, (layer.ffn.router.num_token_ids, layer.ffn.top_k)
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:

@@ -544,7 +544,7 @@ __all__ = [
     "projections_of",
 ]
 
-Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
 
 
@@ -556,11 +556,15 @@ class RouterSpec:
     `top_k` of `MoeSpec` are chosen, and weighted by their scores without that bias. A softmax over
     the chosen logits alone equals a renormalised softmax over all.
 
+    A table may name the experts of each token id instead: scores then only weigh them.
+
     The sparse mixer has no scores: it takes the largest logit, weights it by a softmax over the
     logits near it, and repeats this with the rest. Only `jitter` applies to it.
     """
 
     scoring: Scoring = "softmax"
+    # Token ids whose experts a table names; 0: they are chosen by scores.
+    num_token_ids: int = 0
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     renormalize: bool = True  # whether the chosen weights are scaled to sum to 1
     min_weight_sum: float = 0.0  # lower bound of the divisor when renormalising

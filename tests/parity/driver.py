@@ -72,10 +72,13 @@ class Driver:
         decoder = self.decoder
         decoder.reserve(int(batch.context_tokens.max()))
         hidden_TH = decoder.embed(tokens_T)
+        experts_NTK = decoder.experts_of_tokens(tokens_T)
         for i in range(decoder.spec.num_layers):
             projected = decoder.pre(i, hidden_TH, positions_T, prompt_tokens_T)
             attention_TX = decoder.attend(i, projected, self.cache.layer(i), batch)
-            hidden_TH, normed_TH, routing, factors_TF = decoder.post(i, hidden_TH, attention_TX)
+            hidden_TH, normed_TH, routing, factors_TF = decoder.post(
+                i, hidden_TH, attention_TX, experts_NTK=experts_NTK
+            )
             hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing, factors_TF=factors_TF)
         return decoder.logits(decoder.final(hidden_TH, torch.arange(len(tokens_T))))
 

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from raymoe.specs.model import ModelSpec, MoeSpec
 from tests.parity.configurations import FAMILY_CONFIGS, Configuration, model_class
 from tests.parity.hybrid_families import AS_PUBLISHED
+from tests.reference import SCORES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +263,7 @@ def _choices(
     if bias_E is None and router.scoring == "softmax" and router.group_score == "max":
         choice_TE = logits_TE  # sorted as their softmax is, without its tiny differences
     else:
-        scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+        scores_TE = SCORES[router.scoring](logits_TE)
         choice_TE = logits_TE if router.chooses_by_logits else scores_TE
         choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
     if router.top_groups < router.num_groups:

@@ -55,10 +55,10 @@ def routers(dtype: torch.dtype) -> Iterator[Launch]:
     ids, weights = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(1, 8)
     logits_TE, bias_E = torch.zeros(1, 256, dtype=dtype), torch.zeros(256)
     yield kernels.route(
-        logits_TE, bias_E, ids, weights, is_sigmoid=True, scale=2.5, groups=(8, 4), sums_two=True
+        logits_TE, bias_E, ids, weights, scoring="sigmoid", scale=2.5, groups=(8, 4), sums_two=True
     )
     yield kernels.route(logits_TE, None, ids, weights, min_sum=0.1, groups=(8, 3))
-    yield kernels.route(logits_TE, bias_E, ids, weights, is_sigmoid=True, chooses_by_logits=True)
+    yield kernels.route(logits_TE, bias_E, ids, weights, scoring="sigmoid", chooses_by_logits=True)
 
 
 def choices(dtype: torch.dtype) -> Iterator[Launch]:

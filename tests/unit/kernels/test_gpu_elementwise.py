@@ -249,6 +249,7 @@ ROUTERS = {
     "softmax with a floor": RouterSpec(min_weight_sum=0.4),
     "sigmoid with a larger sum": RouterSpec(scoring="sigmoid", added_weight_sum=0.3),
     "sigmoid chosen by logits": RouterSpec(scoring="sigmoid", chooses_by_logits=True),
+    "root of softplus": RouterSpec(scoring="sqrtsoftplus", added_weight_sum=1e-20, scale=1.5),
 }
 
 

@@ -8,10 +8,12 @@ import transformers
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+from raymoe.errors import CheckpointError
 from raymoe.model.feed_forward import choose_experts
+from raymoe.model.loading import Loader
 from raymoe.specs.layers import MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
-from tests.reference import reference_routing
+from tests.reference import SCORES, reference_routing
 from tests.unit.specs.config_classes import config_of, written
 from tests.unit.specs.test_meaning import CONFIGS, randomise, theirs
 
@@ -28,6 +30,7 @@ ROUTERS = {
     "softmax with a floor": RouterSpec(min_weight_sum=0.4),
     "sigmoid with a larger sum": RouterSpec(scoring="sigmoid", added_weight_sum=0.3),
     "sigmoid chosen by logits": RouterSpec(scoring="sigmoid", chooses_by_logits=True),
+    "root of softplus": RouterSpec(scoring="sqrtsoftplus", added_weight_sum=1e-20, scale=1.5),
     "sparse mixer": RouterSpec(scoring="sparsemixer", jitter=0.2),
 }
 
@@ -101,3 +104,33 @@ def test_the_bias_of_the_choice_does_not_weigh() -> None:
     logits_TE[0, 3], selection_E[5] = 0.5, 1.0
     ids_TK, weights_TK = choose_experts(logits_TE, moe, selection_E)
     assert (ids_TK.item(), weights_TK.item()) == (5, 0.5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_experts_that_token_ids_name_are_weighed_by_scores(scoring: str) -> None:
+    moe = moe_of(RouterSpec(scoring=scoring, added_weight_sum=1e-20, scale=1.5, num_token_ids=20))
+    logits_TE = torch.randn(9, 12)
+    ids_TK = torch.rand(9, 12).argsort()[:, :3]
+    out = choose_experts(logits_TE, moe)
+    assert not torch.equal(out.topk_ids_TK.sort().values, ids_TK.sort().values.int())
+    got = choose_experts(logits_TE, moe, out=out, ids_TK=ids_TK)
+    assert torch.equal(got.topk_ids_TK, ids_TK.int())
+    weights_TK = SCORES[scoring](logits_TE).gather(1, ids_TK)
+    want_TK = 1.5 * weights_TK / weights_TK.sum(1, keepdim=True)
+    torch.testing.assert_close(got.topk_weights_TK, want_TK)
+
+
+@pytest.mark.parametrize(
+    ("row", "is_valid"),
+    [((3, 0, 7), True), ((3, 0, 3), False), ((3, -1, 7), False), ((3, 0, 8), False)],
+)
+def test_a_table_that_names_no_such_experts_is_refused(
+    row: tuple[int, int, int], is_valid: bool
+) -> None:
+    table_VK = torch.tensor([[0, 1, 2], row])
+    loader = Loader({"table": table_VK}.__getitem__, torch.empty, torch.float32)
+    if is_valid:
+        assert torch.equal(loader.token_table("table", 8), table_VK)
+        return
+    with pytest.raises(CheckpointError, match="3 different experts of 8"):
+        loader.token_table("table", 8)

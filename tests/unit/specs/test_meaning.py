@@ -15,6 +15,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from raymoe.specs.layers import ClampSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
+from tests.reference import SCORES
 from tests.unit.specs.config_classes import NEEDED, config_of, written
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -63,7 +64,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def route(moe: MoeSpec, logits_TE: Tensor, selection_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Experts and weights of each token, as `RouterSpec` says."""
     router: RouterSpec = moe.router
-    scores_TE = logits_TE.softmax(-1) if router.scoring == "softmax" else logits_TE.sigmoid()
+    scores_TE = SCORES[router.scoring](logits_TE)
     choice_TE = logits_TE if router.chooses_by_logits else scores_TE
     choice_TE = choice_TE if selection_E is None else choice_TE + selection_E
     if router.num_groups > 1:
