@@ -30,7 +30,7 @@ from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.norms import Norm, load_norm
 from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
-from raymoe.model.streams import Mixer, load_mixers, merge, spread
+from raymoe.model.streams import Mixer, load_merge, load_mixers, merge, spread
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
     EMBEDDING,
@@ -245,6 +245,7 @@ class Decoder:
             tables = {"rotary": self._rotary[i], "host_rotary": self._host_rotary[i]}
             self._layers.append(Layer(spec, i, loader, reduce, **tables))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
+        self._merge = load_merge(spec.streams, loader)
         self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
         head_bias = HEAD_BIAS if spec.has_head_bias else None
         self._head: Linear | None = None
@@ -563,7 +564,7 @@ class Decoder:
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""
-        return self._final_norm(merge(hidden_TH[rows_R], self.spec.streams))
+        return self._final_norm(merge(hidden_TH[rows_R], self.spec.streams, self._merge))
 
     def logits(self, final_RH: Tensor) -> Tensor:
         """Return logits [R, V] of normed rows, in the type of the model.

@@ -44,6 +44,7 @@ from raymoe.specs.layer_weights import (
     HEAD,
     LATENT_IN,
     LATENT_OUT,
+    MERGE,
     MIXERS,
     RECURRENT,
     layer_prefix,
@@ -286,6 +287,8 @@ class _ArenaPlan:
             total += self._linear([HEAD.removesuffix(".weight")], *spec.head_shape)
         elif spec.tie_word_embeddings and packed_linear_is_used(self._dtype):
             total += _aligned(packed_linear_bytes(*vocabulary))
+        if f"{MERGE}.weight" in self._shapes:
+            total += self._matrix([f"{MERGE}.weight"], *self._shapes[f"{MERGE}.weight"])
         for i, layer in enumerate(spec.layers):
             total += self._layer(layer_prefix(i), layer)
         return total

@@ -7,11 +7,12 @@ they are mixed; a hidden state of one stream has no mixers.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from raymoe.kernels.streams import MixerWeights, add_to_streams_, read_streams, stream_logits
 from raymoe.model.loading import Loader
-from raymoe.specs.layer_weights import ATTENTION_MIXER, FFN_MIXER
+from raymoe.specs.layer_weights import ATTENTION_MIXER, FFN_MIXER, MERGE
 from raymoe.specs.layers import StreamsSpec
 
 
@@ -64,9 +65,22 @@ def spread(embedded_TH: Tensor, spec: StreamsSpec | None) -> Tensor:
     return embedded_TH if spec is None else embedded_TH.repeat(1, spec.count)
 
 
-def merge(hidden_TX: Tensor, spec: StreamsSpec | None) -> Tensor:
-    """Return the mean of the streams, which the final norm reads, [T, H]."""
+def load_merge(spec: StreamsSpec | None, loader: Loader) -> MixerWeights | None:
+    """The weights of the sum that the final norm reads; None where it reads a mean."""
+    if spec is None or spec.merge == "mean":
+        return None
+    scale_F = loader.score_vector(f"{MERGE}.scale").expand(spec.count)
+    return MixerWeights(
+        loader.table(f"{MERGE}.weight"), scale_F, loader.score_vector(f"{MERGE}.base")
+    )
+
+
+def merge(hidden_TX: Tensor, spec: StreamsSpec | None, weights: MixerWeights | None) -> Tensor:
+    """Return the mean or the weighted sum of the streams, which the final norm reads, [T, H]."""
     if spec is None:
         return hidden_TX
     num_tokens, size = hidden_TX.shape
+    if weights is not None:
+        logits_TS = hidden_TX.new_empty(num_tokens, spec.count, dtype=torch.float32)
+        return read_streams(hidden_TX, stream_logits(hidden_TX, weights, spec, logits_TS), spec)
     return hidden_TX.view(num_tokens, spec.count, size // spec.count).mean(1)

@@ -7,6 +7,7 @@ from math import exp
 from typing import TypeVar
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.compressed_config import parse_compressed, router_of_layer
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import DENSE, SPARSE
 from raymoe.specs.families.rules import (
@@ -204,22 +205,15 @@ def parse_layers(
 ) -> tuple[LayerSpec, ...]:
     num_layers = fields.positive("num_hidden_layers", maximum=MAX_LAYERS)
     states = _recurrent_layers(fields, num_layers)
-    windows = layer_windows(fields, num_layers)
+    compressed = parse_compressed(fields, num_layers, parse_rope)
+    windows = (None,) * num_layers if compressed else layer_windows(fields, num_layers)
     recurrent = _recurrent(fields)
     heads, ropes = _heads_by_layer(fields, num_layers), _Ropes(fields, parse_rope)
     indexers: tuple[IndexerSpec | None, ...] = (None,) * num_layers
     if isinstance(attention, LatentAttentionSpec):
         indexers = layer_indexers(fields, attention, num_layers)
-    moe, rule = _moe(fields), fields.family.moe
-    sparse = [False] * num_layers
-    if moe is not None and rule is not None:
-        sparse = sparse_layers(fields, rule.sparse_layers, num_layers)
-        num_experts = sum(sparse) * moe.num_experts
-        if num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
-            raise ConfigError(
-                f"{sum(sparse)} layers with {moe.num_experts} experts are {num_experts} experts; "
-                f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
-            )
+    moe = _moe(fields)
+    sparse = _checked_sparse_layers(fields, moe, num_layers)
     dense, streams = None if all(sparse) else _dense(fields), _streams(fields)
     name, family = fields.family.layers_without_network, fields.family
     bare = frozenset() if name is None else fields.integers(name)
@@ -230,6 +224,8 @@ def parse_layers(
         if states is not None and states[i]:
             assert recurrent is not None, "its family has such layers"
             own = recurrent
+        elif compressed is not None:
+            own, rope = compressed[i]
         else:
             if isinstance(attention, AttentionSpec):
                 own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
@@ -237,6 +233,8 @@ def parse_layers(
             if isinstance(own, LatentAttentionSpec):
                 own = replace(_with_rope(own, window, rope), indexer=indexers[i])
         ffn = _clamped(fields, moe if is_sparse else dense, i)
+        if isinstance(ffn, MoeSpec):
+            ffn = replace(ffn, router=router_of_layer(fields, ffn.router, i))
         if i in bare:
             ffn = DenseSpec(hidden=0, activation=_activation(fields))
         layers.append(
@@ -252,6 +250,23 @@ def parse_layers(
             )
         )
     return tuple(layers)
+
+
+def _checked_sparse_layers(
+    fields: ConfigFields, moe: MoeSpec | None, num_layers: int
+) -> list[bool]:
+    """Which layers have experts."""
+    rule = fields.family.moe
+    if moe is None or rule is None:
+        return [False] * num_layers
+    sparse = sparse_layers(fields, rule.sparse_layers, num_layers)
+    num_experts = sum(sparse) * moe.num_experts
+    if num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+        raise ConfigError(
+            f"{sum(sparse)} layers with {moe.num_experts} experts are {num_experts} experts; "
+            f"at most {MAX_EXPERTS_OF_ALL_LAYERS} are supported"
+        )
+    return sparse
 
 
 def _norms(family: Family, *, is_sparse: bool, is_bare: bool) -> NormLayout:
@@ -340,6 +355,7 @@ def _streams(fields: ConfigFields) -> StreamsSpec | None:
         sinkhorn_iterations=fields.positive(
             rule.sinkhorn_iterations, maximum=MAX_SINKHORN_ITERATIONS
         ),
+        merge=rule.merge,
     )
 
 

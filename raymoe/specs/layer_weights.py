@@ -35,6 +35,7 @@ INDEXER = "self_attn.indexer."
 RECURRENT = "linear_attn."
 # What attention and the feed-forward network read of several streams, and add to them.
 MIXERS = ATTENTION_MIXER, FFN_MIXER = "attention_mixer", "ffn_mixer"
+MERGE = "model.merge_mixer"  # what the final norm reads of several streams
 LATENT_IN, LATENT_OUT = "mlp.latent_in_proj", "mlp.latent_out_proj"
 
 
@@ -53,8 +54,13 @@ def outer_weights(
     head_rows: int,
     has_head_bias: bool,
     has_norm_bias: bool,
+    streams: StreamsSpec | None,
 ) -> NamedShapes:
     """Names and shapes of the weights outside layers; a tied head has no rows of its own."""
+    if streams is not None and streams.merge == "weighted":
+        yield f"{MERGE}.weight", (streams.count, streams.count * hidden_size)
+        yield f"{MERGE}.base", (streams.count,)
+        yield f"{MERGE}.scale", (1,)
     yield EMBEDDING, (vocab_size, hidden_size)
     yield FINAL_NORM, (hidden_size,)
     if has_norm_bias:

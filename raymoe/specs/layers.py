@@ -538,6 +538,7 @@ __all__ = [
     "Scoring",
     "SharedSpec",
     "StatefulSpec",
+    "StreamMerge",
     "StreamsSpec",
     "TokenShapes",
     "largest_sizes",
@@ -695,7 +696,7 @@ class NormLayout:
     after_ffn: bool = False
 
 
-StreamMerge = Literal["mean"]
+StreamMerge = Literal["mean", "weighted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,7 +715,8 @@ class StreamsSpec:
     eps: float  # added to `pre`, to the matrix and to the sums that divide it
     norm_eps: float  # of the RMS norm of all streams, without a weight, that the logits read
     sinkhorn_iterations: int  # how often columns are divided by their sums; rows once less
-    merge: StreamMerge = "mean"  # what the streams become after the last layer
+    # What the streams become after the last layer: their mean, or a sum weighed as `pre` weighs.
+    merge: StreamMerge = "mean"
 
     @property
     def num_factors(self) -> int:

@@ -9,6 +9,7 @@ from typing import Self
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults, class_defaults
+from raymoe.specs.compressed_config import compressed_limit
 from raymoe.specs.config import (
     ConfigFields,
     HeadKind,
@@ -300,6 +301,7 @@ class ModelSpec:
             head_rows=0 if self.tie_word_embeddings else self.head_shape[0],
             has_head_bias=self.has_head_bias,
             has_norm_bias=self.has_norm_bias,
+            streams=self.streams,
         )
         return dict(weights)
 
@@ -412,6 +414,8 @@ def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
     ropes = {layer.rope for layer in layers if layer.rope is not None}
     max_positions = fields.positive("max_position_embeddings")
     limit = max((rope.max_model_len for rope in ropes), default=max_positions)
+    if family.compressed is not None:
+        limit = min(limit, compressed_limit(fields, layers))
     if family.context_limit and is_limited(fields):
         selected = prod(map(fields.positive, family.context_limit))
         pool = family.selected_pool

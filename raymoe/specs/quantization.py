@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
-from raymoe.specs.layer_weights import EXPERTS, HEAD, INDEXER, MIXERS, ROUTER
+from raymoe.specs.layer_weights import COMPRESSOR, EXPERTS, HEAD, INDEXER, MERGE, MIXERS, ROUTER
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -173,6 +173,8 @@ _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 _ALWAYS_PLAIN = (
     *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
     f"{INDEXER}weights_proj.",
+    COMPRESSOR,
+    MERGE,
     *MIXERS,
 )
 

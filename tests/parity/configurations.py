@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from tests.parity.combined_families import COMBINED_FAMILIES
+from tests.parity.compressed_families import COMPRESSED_FAMILIES
 from tests.parity.dense_families import DENSE_FAMILIES
 from tests.parity.hybrid_families import HYBRID_FAMILIES
 from tests.parity.latent_families import LATENT_FAMILIES
@@ -109,6 +110,7 @@ FAMILY_CONFIGS = {
     "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3_Config",
     "bailing_hybrid": "BailingHybridConfig",
     "glm5_next": "Glm5NextConfig",
+    "deepseek_v4": "DeepseekV4Config",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -166,6 +168,7 @@ _FAMILIES = {
     **WRAPPER_FAMILIES,
     **STATE_FAMILIES,
     **COMBINED_FAMILIES,
+    **COMPRESSED_FAMILIES,
 }
 CONFIGURATIONS = [
     Configuration(

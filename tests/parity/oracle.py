@@ -60,11 +60,18 @@ def randomise(model: PreTrainedModel) -> None:
         module, leaf = name.split(".")[-2:]
         if leaf.endswith("bias"):
             torch.nn.init.normal_(parameter.data, std=0.2)
-        elif leaf == "fn":  # of several streams
+        elif leaf in {"fn", "hc_fn"}:  # of several streams
             torch.nn.init.normal_(parameter.data, std=0.1)
-        elif leaf in {"base", "sinks"}:
+        elif leaf in {"base", "hc_base", "sinks"}:
             torch.nn.init.normal_(parameter.data)
-        elif leaf in {"D", "scale", "per_expert_scale", "layer_scalar"} or "norm" in module:
+        elif leaf == "tid2eid":
+            num_experts = model.config.n_routed_experts
+            order_VE = torch.rand(len(parameter), num_experts).argsort(1)
+            parameter.data.copy_(order_VE[:, : parameter.shape[1]])
+        elif (
+            leaf in {"D", "scale", "hc_scale", "per_expert_scale", "layer_scalar"}
+            or "norm" in module
+        ):
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
 
 

@@ -26,7 +26,7 @@ PLAIN = {c.name for c in first_of_each_family() if c.family not in OF_SHOWN_KIND
 # Of each kind of layer one, with rows of every length; of other families a few rows.
 OF_EACH_KIND = {
     *("mixtral", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "dbrx", "cohere2_moe"),
-    *("qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear", "glm5_next"),
+    *("qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear", "glm5_next", "deepseek_v4"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from raymoe.specs.families.compressed import COMPRESSED_FAMILIES
 from raymoe.specs.families.grouped import DENSE_FAMILIES, MOE_FAMILIES
 from raymoe.specs.families.hybrid import HYBRID_FAMILIES
 from raymoe.specs.families.latent import LATENT_FAMILIES
@@ -24,6 +25,7 @@ FAMILIES: Mapping[str, Family] = {
     **MOE_FAMILIES,
     **HYBRID_FAMILIES,
     **LATENT_FAMILIES,
+    **COMPRESSED_FAMILIES,
 }
 # Whose classes the tests compare every family with.
 TESTED_WITH = "transformers 5.23.0"

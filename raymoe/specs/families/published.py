@@ -14,6 +14,8 @@ from raymoe.specs.rope import SLIDING
 
 FULL, LINEAR = "full_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
+OVERLAPPING, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+BY_TOKEN, SCORED = "hash_moe", "moe"
 
 
 def in_class_fields(
@@ -507,6 +509,74 @@ def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[
     return config
 
 
+def _deepseek_v4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Take kinds of layers from ratios, and parameters of both rotations from one set.
+
+    Ratios of layers after the last are those of layers that predict a second token.
+    """
+    num_layers = _num_layers(values)
+    ratios = config.pop("compress_ratios", None)
+    if config.get("layer_types") is None:
+        if ratios is None:
+            half = [OVERLAPPING if i % 2 else COMPRESSED for i in range(num_layers)]
+            config["layer_types"] = [COMPRESSED, COMPRESSED, *half][:num_layers]
+        elif isinstance(ratios, list) and all(ratio in _KINDS_OF_RATIOS for ratio in ratios):
+            config["layer_types"] = [_KINDS_OF_RATIOS[ratio] for ratio in ratios][:num_layers]
+        else:
+            raise UnsupportedModelError(
+                f"compress_ratios = {ratios!r:.200} is not supported; supported: a list of "
+                f"{', '.join(map(str, _KINDS_OF_RATIOS))}"
+            )
+    num_by_token = config.pop("num_hash_layers", None)
+    if config.get("mlp_layer_types") is None:
+        count = integer("num_hash_layers", 3 if num_by_token is None else num_by_token, minimum=0)
+        kinds = [BY_TOKEN] * count + [SCORED] * num_layers
+        config["mlp_layer_types"] = kinds[:num_layers]
+    rates = {OVERLAPPING: 4, COMPRESSED: 128}
+    if config.get("compress_rates") is None:
+        config["compress_rates"] = rates
+    return _with_two_ropes(config, values)
+
+
+_KINDS_OF_RATIOS = {0: SLIDING, 4: OVERLAPPING, 128: COMPRESSED}
+
+
+def _with_two_ropes(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Give layers without entries the plain rotation, and the others the scaled one."""
+    head_dim = integer("head_dim", values.get("head_dim"), minimum=1)
+    part, size = values.get("partial_rotary_factor"), config.get("qk_rope_head_dim")
+    if part is None:
+        part = 64 / 512
+        if size is not None:
+            part = integer("qk_rope_head_dim", size, minimum=2) / head_dim
+    if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
+        raise ConfigError(f"partial_rotary_factor is {part!r}; expected a part of a head")
+    config.pop("partial_rotary_factor", None)
+    config["qk_rope_head_dim"] = int(head_dim * part)
+    theta, compressed_theta = values.get("rope_theta"), values.get("compress_rope_theta")
+    config.pop("rope_theta", None)
+    config.pop("compress_rope_theta", None)
+    found = config.pop("rope_scaling", None) or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"rope_parameters is {found!r:.100}; expected an object")
+    main, compressed = found.get("main"), found.get("compress")
+    if not isinstance(main, Mapping) or not isinstance(compressed, Mapping):
+        scaled = {name: value for name, value in found.items() if name not in ("main", "compress")}
+        main = {"rope_type": "default", "rope_theta": theta}
+        compressed = {**scaled, "rope_theta": compressed_theta}
+        if "yarn" in (compressed.get("rope_type"), compressed.get("type")):
+            compressed.setdefault("attention_factor", 1.0)
+    own = {"main": dict(main), "compress": dict(compressed)}
+    for kind, parameters in own.items():
+        if parameters.pop("partial_rotary_factor", part) != part:
+            raise UnsupportedModelError(
+                f"rope_parameters of {kind} rotate another part of a head than the "
+                f"partial_rotary_factor {part} of the model; supported: the same part"
+            )
+    config["rope_parameters"] = own
+    return config
+
+
 _KIMI_SIZES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -578,6 +648,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "exaone4": _exaone4,
     "bailing_hybrid": _bailing_hybrid,
     "glm5_next_text": _glm5_next,
+    "deepseek_v4": _deepseek_v4,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,

@@ -17,6 +17,7 @@ from raymoe.specs.layers import (
     QkNorm,
     RecurrentKind,
     Scoring,
+    StreamMerge,
 )
 from raymoe.specs.rope import RopeRule
 
@@ -173,6 +174,7 @@ class StreamsRule:
     count: FieldName = "hc_mult"
     eps: FieldName = "hc_eps"
     sinkhorn_iterations: FieldName = "hc_sinkhorn_iters"
+    merge: StreamMerge = "mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,21 @@ class TemperatureRule:
 
     beta: FieldName
     period: FieldName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedRule:
+    """Attention to compressed entries in a family, as in `CompressedAttentionSpec`."""
+
+    rope_head_dim: FieldName = "qk_rope_head_dim"
+    q_lora_rank: FieldName = "q_lora_rank"
+    window: FieldName = "sliding_window"
+    ratios: FieldName = "compress_rates"  # an object with the ratio of each kind of layer
+    num_groups: FieldName = "o_groups"
+    group_rank: FieldName = "o_lora_rank"
+    # Overlapping entries that are selected of those of a context.
+    selected: FieldName = "index_topk"
+    networks: FieldName = "mlp_layer_types"  # layers whose experts token ids choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +267,7 @@ class Family:
     streams: StreamsRule | None = None  # None: the hidden state is one stream
     indexer: IndexerRule | None = None  # what selects positions in long contexts
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
+    compressed: CompressedRule | None = None  # attention of all layers to compressed entries
     # Fields whose product is the context length beyond which attention would be sparse, which is
     # not implemented: longer contexts are refused.
     context_limit: tuple[FieldName, ...] = ()

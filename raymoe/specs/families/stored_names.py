@@ -461,6 +461,66 @@ _GLM5_NEXT_MODULES = Naming(
     unread=_GLM5_NEXT.unread,
 )
 
+
+def _v4_merge(prefix: str) -> dict[str, str]:
+    leaves = {"weight": "fn", "base": "base", "scale": "scale"}
+    return {f"model.merge_mixer.{ours}": f"model.{prefix}{leaves[ours]}" for ours in leaves}
+
+
+_V4_UNREAD = (".indexer.",)
+_V4 = Naming(
+    renamed={
+        "model.embed_tokens.": "model.embed.",
+        "lm_head.": "head.",
+        **_v4_merge("hc_head_"),
+        **_mixers("hc_{}_fn"),
+        f"{INPUT_NORM}.": "attn_norm.",
+        f"{FFN_NORM}.": "ffn_norm.",
+        "self_attn.q_a_proj.": "attn.wq_a.",
+        "self_attn.q_a_norm.": "attn.q_norm.",
+        "self_attn.q_b_proj.": "attn.wq_b.",
+        "self_attn.kv_proj.": "attn.wkv.",
+        "self_attn.o_a_proj.": "attn.wo_a.",
+        "self_attn.o_proj.": "attn.wo_b.",
+        "self_attn.sinks": "attn.attn_sink",
+        "self_attn.compressor.kv_proj.": "attn.compressor.wkv.",
+        "self_attn.compressor.gate_proj.": "attn.compressor.wgate.",
+        "self_attn.compressor.kv_norm.": "attn.compressor.norm.",
+        "self_attn.compressor.position_bias": "attn.compressor.ape",
+        "self_attn.": "attn.",
+        "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+        **{
+            f"mlp.{ours}{part}_proj.": f"ffn.{theirs}w{number}."
+            for ours, theirs in (
+                (f"experts.{EXPERT}.", f"experts.{EXPERT}."),
+                ("shared_expert.", "shared_experts."),
+            )
+            for part, number in (("gate", 1), ("down", 2), ("up", 3))
+        },
+        "mlp.": "ffn.",
+    },
+    unread=_V4_UNREAD,
+)
+# What transformers 5.24 saves: some of its own names, and one norm without its first word.
+_V4_SAVED = replace(
+    _V4,
+    renamed={
+        "self_attn.kv_norm.": "attn.norm.",
+        **(_V4.renamed or {}),
+        "model.embed_tokens.": "model.embed_tokens.",
+        **_v4_merge("hc_head.hc_"),
+    },
+)
+_V4_MODULES = Naming(
+    renamed={
+        **_SHARED,
+        **_v4_merge("hc_head.hc_"),
+        **_mixers("{}_hc.fn"),
+        "self_attn.o_proj.": "self_attn.o_b_proj.",
+    },
+    unread=_V4_UNREAD,
+)
+
 _LFM2 = Naming(
     renamed={
         "model.norm.": "model.embedding_norm.",
@@ -609,6 +669,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
         *_BAILING_OTHERS,
     ),
     "glm5_next_text": (_GLM5_NEXT, _GLM5_NEXT_MODULES),
+    "deepseek_v4": (_V4, _V4_SAVED, _V4_MODULES),
     "lfm2_moe": (_LFM2,),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (
