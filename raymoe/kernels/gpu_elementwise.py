@@ -484,6 +484,16 @@ def _sum_all(values_GX: tl.tensor) -> tl.tensor:
     return tl.sum(tl.sum(values_GX, 1), 0)
 
 
+@triton.jit
+def _softplus(x: tl.tensor) -> tl.tensor:
+    """max(x, 0) + log(1 + exp(-|x|)); a quotient undoes the rounding of that sum (Kahan)."""
+    power = tl.exp(-tl.abs(x))
+    rounded_sum = 1.0 + power
+    excess = tl.where(rounded_sum == 1.0, 1.0, rounded_sum - 1.0)
+    logarithm = tl.where(rounded_sum == 1.0, power, tl.log(rounded_sum) * power / excess)
+    return tl.maximum(x, 0.0) + logarithm
+
+
 @triton.jit(do_not_specialize_on_alignment=["logits_ptr", "bias_ptr", "ids_ptr", "weights_ptr"])
 def route_kernel(
     logits_ptr: tl.tensor,
@@ -519,14 +529,7 @@ def route_kernel(
     if SCORING == "sigmoid":
         scores_GX = tl.div_rn(1.0, 1.0 + tl.exp(-logits_GX))
     elif SCORING == "sqrtsoftplus":
-        # log(1 + exp(x)) is max(x, 0) + log(1 + p). The quotient makes up for the rounding of 1 + p
-        # (Kahan). Padding is replaced first: its power is 0, but 0 times infinity is not.
-        finite_GX = tl.where(is_expert_GX, logits_GX, 0.0)
-        powers_GX = tl.exp(-tl.abs(finite_GX))
-        sums_GX = 1.0 + powers_GX
-        excess_GX = tl.where(sums_GX == 1.0, 1.0, sums_GX - 1.0)
-        logs_GX = tl.where(sums_GX == 1.0, powers_GX, tl.log(sums_GX) * powers_GX / excess_GX)
-        scores_GX = tl.sqrt_rn(tl.maximum(finite_GX, 0.0) + logs_GX)
+        scores_GX = tl.sqrt_rn(_softplus(tl.where(is_expert_GX, logits_GX, 0.0)))
     else:
         largest = tl.max(tl.max(logits_GX, 1), 0)
         powers_GX = tl.where(is_expert_GX, tl.exp(logits_GX - largest), 0.0)

@@ -75,8 +75,9 @@ class CompressedAttention(OneForm):
         sizes = [spec.q_lora_rank, spec.head_dim]
         latent_TL, row_TW = torch.split(self._down(normed_TH), sizes, dim=1)
         query_TX = self._query(rms_norm(latent_TL, self._query_norm, spec.norm_eps, 0.0))
-        query_XW = rms_norm(query_TX.view(-1, spec.head_dim), None, spec.norm_eps)
-        query_TAW = query_XW.view(-1, spec.num_heads, spec.head_dim)
+        num_tokens, num_heads, width = len(normed_TH), spec.num_heads, spec.head_dim
+        query_XW = rms_norm(query_TX.view(num_tokens * num_heads, width), None, spec.norm_eps)
+        query_TAW = query_XW.view(num_tokens, num_heads, width)
         row_T1W = rms_norm(row_TW, self._row_norm, spec.norm_eps, 0.0)[:, None]
         pooled_T1X = row_T1W[..., :0] if self._pooled is None else self._pooled(normed_TH)[:, None]
         projected = Projected(
@@ -126,8 +127,9 @@ class CompressedAttention(OneForm):
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         del normed_TH
         weight_GLX = self._groups()
-        grouped_GTX = attention_TX.view(len(attention_TX), len(weight_GLX), -1).transpose(0, 1)
-        latent_GTL = torch.bmm(grouped_GTX, weight_GLX.transpose(1, 2))
+        num_groups, _, width = weight_GLX.shape
+        grouped_TGX = attention_TX.view(len(attention_TX), num_groups, width)
+        latent_GTL = torch.bmm(grouped_TGX.transpose(0, 1), weight_GLX.transpose(1, 2))
         return self._output(latent_GTL.transpose(0, 1).flatten(1))
 
 

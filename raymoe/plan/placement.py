@@ -120,6 +120,11 @@ class Placement:
         """
         device = policy.device or DevicePolicy()
         streams = schedule not in WHOLE_MODEL_SCHEDULES
+        if model.has_states_beside_kv and streams and device.states_on_device:
+            raise ConfigError(
+                f"states_on_device is set, but {model.name} has layers with a state and KV at "
+                "once, which stay together on the host where weights stream; leave it out"
+            )
         if model.has_states and streams and not device.states_on_device:
             device = replace(device, staged_blocks=0)
             policy = replace(policy, device=device)

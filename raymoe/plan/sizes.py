@@ -226,10 +226,11 @@ class SearchSpace:
         useful = workload.total_computed_prompt_tokens + workload.num_rows
         num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
         tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
-        has_states = job.work.state_bytes > 0
+        work = job.work
+        can_move = work.state_bytes > 0 and not work.has_states_beside_kv
         return cls(
             max_num_batched_tokens=tokens,
-            states_on_device=(False, True) if has_states else (False,),
+            states_on_device=(False, True) if can_move else (False,),
         )
 
     @classmethod

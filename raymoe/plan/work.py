@@ -275,6 +275,11 @@ class ModelWork:
         return sum(layer.state_bytes for layer in self.layers)
 
     @property
+    def has_states_beside_kv(self) -> bool:
+        """Whether some layers keep a state and KV at once."""
+        return any(layer.state_bytes and layer.kv_token_bytes for layer in self.layers)
+
+    @property
     def all_weight_bytes(self) -> float:
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
         return layers + self.head.num_bytes

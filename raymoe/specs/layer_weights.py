@@ -82,7 +82,7 @@ def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
     count = num_elements(attention_weights(layer, hidden_size))
-    count += num_elements(common_weights(layer, hidden_size))
+    count += num_elements(common_weights(layer, hidden_size)) + num_elements(token_tables(layer))
     if isinstance(layer.ffn, MoeSpec):
         count += layer.ffn.num_experts * expert_parameters(layer.ffn, hidden_size)
     return count

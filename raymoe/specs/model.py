@@ -180,6 +180,12 @@ class ModelSpec:
         return max((max(2, window) for window in windows if window is not None), default=None)
 
     @property
+    def has_states_beside_kv(self) -> bool:
+        """Whether some layers keep a state and KV at once."""
+        attentions = [layer.attention for layer in self.layers]
+        return any(isinstance(one, StatefulSpec) and one.cache_width for one in attentions)
+
+    @property
     def has_latent_experts(self) -> bool:
         """Whether experts read a latent of the hidden state; then all layers with experts do."""
         return any(

@@ -7,6 +7,7 @@ import torch
 
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
+from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.plan.policy import DevicePolicy, Policy
 from tests.kinds import covering
@@ -65,6 +66,7 @@ HYBRIDS = (
     "bailing_hybrid: attention first, latent queries, biases, no dense layer",
     "lfm3: windows first, a convolution of 3 with biases, biases, tied",
     "glm5_next: three streams divided once, large epsilon, decay without a bound",
+    "deepseek_v4: windows of 8 and 64 tokens, one expert",
 )
 HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
 SHARED = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in HEADS]
@@ -85,6 +87,15 @@ PLACES: dict[str, tuple[str, DevicePolicy | None]] = {
     "on the device": ("cgopipe", DevicePolicy(page_bytes=9_000, states_on_device=True)),
     "resident": ("resident", None),
 }
+
+
+# Where weights stream, states beside KV stay with it on the host.
+HYBRIDS_IN_PLACES = [
+    (name, place)
+    for name in HYBRIDS
+    for place in PLACES
+    if not (name.startswith("deepseek_v4") and place == "on the device")
+]
 
 
 @functools.cache
@@ -140,17 +151,24 @@ def test_rows_share_states_and_have_the_tokens_of_transformers():
     check_hybrid(HYBRIDS[0], "three snapshots", "cpu")
 
 
+def test_rows_share_states_beside_entries_of_blocks():
+    check_hybrid(HYBRIDS[-1], "short chunks", "cpu")
+
+
+def test_states_beside_entries_stay_on_the_host_where_weights_stream():
+    with pytest.raises(ConfigError, match="a state and KV at once"):
+        hybrid_engine(HYBRIDS[-1], "on the device")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "place"), HYBRIDS_IN_PLACES)
 def test_rows_of_every_hybrid_share_states(name, scenario, place):
     check_hybrid(name, scenario, place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "place"), HYBRIDS_IN_PLACES)
 def test_preempted_rows_go_on_from_states_and_keep_their_tokens(name, place):
     prompts = rows_of_three_heads(name)[0].prompts
     params = {"temperature": 0, "max_tokens": 100}

@@ -387,7 +387,7 @@ YARN = published("deepseek-v3")["rope_scaling"]
         ("deepseek-v3", {"auto_map": {"AutoModel": "modeling_x.OtherModel"}}, "auto_map"),
         ("deepseek-v3", {"auto_map": "modeling_deepseek.Other"}, "auto_map"),
         ("deepseek-v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32"),
-        ("deepseek-v3", {"model_type": "deepseek_v4"}, "deepseek_v4.*supported: .*dbrx"),
+        ("deepseek-v3", {"model_type": "deepseek_v41"}, "deepseek_v41.*supported: .*dbrx"),
         ("kimi-k2", {"model_type": "kimi_k3"}, "kimi_k3"),
         ("kimi-k2", {"chunk_size_feed_forward": 8}, "chunk_size_feed_forward"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "clamped experts"),
