@@ -9,6 +9,7 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
+from raymoe.specs.layer_weights import TOKEN_EXPERTS
 from raymoe.specs.layers import OutputGate
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
@@ -35,7 +36,7 @@ def _one_thread() -> None:
 
 def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
+    weights = {
         name: (
             torch.rand(shape, generator=generator) + 0.5
             if "norm" in name or "scal" in name
@@ -43,6 +44,8 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[s
         ).to(dtype)
         for name, shape in model_weights(spec).items()
     }
+    tables = [name for name in weights if name.endswith(TOKEN_EXPERTS)]
+    return weights | {name: torch.arange(2).expand(spec.vocab_size, 2) for name in tables}
 
 
 def load(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Decoder:
