@@ -342,6 +342,7 @@ _LING = BASE | {
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 1,
 }
 _LING_VARIANTS: dict[str, dict[str, Any]] = {
@@ -358,6 +359,7 @@ _LING_VARIANTS: dict[str, dict[str, Any]] = {
         "short_conv_kernel_size": 6,
         "kda_lower_bound": -0.5,
         "num_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
     },
     "no bound, convolution of 2, one expert, not renormalised, no groups": {
         "kda_safe_gate": False,
