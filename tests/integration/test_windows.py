@@ -132,7 +132,7 @@ def assert_planned_memory_is_taken(engine: Engine) -> None:
 def check(family: str, window: int, scenario: str, place: str) -> int:
     """Check the tokens of a model; return how many rows were preempted."""
     directory, reference = with_window(family, window)
-    params = {"temperature": 0, "max_tokens": ROWS.max_new_tokens, "ignore_eos": True}
+    params = {"temperature": 0, "max_tokens": ROWS.max_new_tokens}
     with engine_of(directory, place, **SCENARIOS[scenario]) as engine:
         assert windows_of(engine)._window == window
         pool = windows_of(engine).pool
