@@ -3,7 +3,7 @@
 T tokens, E experts, K experts per token, G groups of experts."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from raymoe.specs.layer_weights import (
     SHARED_RESULT_NORM,
     layer_prefix,
 )
-from raymoe.specs.layers import AnyAttentionSpec
+from raymoe.specs.layers import AnyAttentionSpec, IndexerSpec
 from raymoe.specs.model import (
     AttentionSpec,
     DenseSpec,
@@ -319,6 +319,11 @@ class ReferenceModel:
             return self._recurrent(normed_TH, spec, prefix.replace("self_attn.", RECURRENT))
         query_TAD, key_TGD, value_TGV = self._heads(normed_TH, spec, prefix)
         query_TAD, key_TGD = rotation(query_TAD) * rotation.query_factor, rotation(key_TGD)
+        if spec.temperature is not None:
+            numbers_T = torch.arange(1, len(query_TAD) + 1)
+            periods_T = (numbers_T // spec.temperature.period).to(self._wide)
+            factors_T = 1 + spec.temperature.beta * periods_T.log1p()
+            query_TAD = (query_TAD * factors_T[:, None, None]).to(self.dtype)
         if spec.qk_norm == "unit":
             query_TAD, key_TGD = self._rms_norm(query_TAD, None), self._rms_norm(key_TGD, None)
         elif spec.qk_norm != "none" and spec.is_norm_after_rope:
@@ -329,6 +334,9 @@ class ReferenceModel:
         value_TAV = value_TGV.repeat_interleave(group, 1) * spec.value_scale
         scores_ATT = torch.einsum("tad,sad->ats", query_TAD, key_TAD) * spec.scale
         sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
+        if spec.chunk_tokens is not None:
+            chunk_T = torch.arange(len(query_TAD)) // spec.chunk_tokens
+            scores_ATT = scores_ATT.masked_fill(chunk_T[:, None] != chunk_T, float("-inf"))
         weights_ATT = self._softmax(scores_ATT, spec.sliding_window, sinks_A)
         mixed_TAV = torch.einsum("ats,sav->tav", weights_ATT, value_TAV)
         mixed_TAV = self._gated(mixed_TAV, normed_TH, spec, prefix)
@@ -362,7 +370,12 @@ class ReferenceModel:
         rope_TAD = rotation(rope_TAD) * rotation.query_factor
         rope_T1D = rotation(rope_TX[:, None])
         scores_ATT = scores_ATT + torch.einsum("tad,sd->ats", rope_TAD, rope_T1D[:, 0])
-        weights_ATT = self._softmax(scores_ATT * spec.scale)
+        scores_ATT = scores_ATT * spec.scale
+        if spec.indexer is not None:
+            if not spec.indexer.is_shared:
+                self._chosen_TT = self._choice(normed_TH, query_TX, spec.indexer, prefix, rotation)
+            scores_ATT = scores_ATT.masked_fill(~self._chosen_TT, float("-inf"))
+        weights_ATT = self._softmax(scores_ATT)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
         mixed_TAD = self._gated(mixed_TAD, normed_TH, spec, prefix)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
@@ -379,6 +392,33 @@ class ReferenceModel:
         gate_TX = self._linear(normed_TH, f"{prefix}g_proj", has_bias=spec.gate.has_bias)
         factor_TX = GATES[spec.gate.activation](gate_TX)
         return mixed_TAV * factor_TX.unflatten(1, (spec.num_heads, -1))
+
+    def _choice(
+        self,
+        normed_TH: Tensor,
+        latent_TL: Tensor,
+        spec: IndexerSpec,
+        prefix: str,
+        rotation: "_Rotation",
+    ) -> Tensor:
+        """Which positions each token may attend to, apart from those that follow it."""
+        num_tokens, name = len(normed_TH), f"{prefix}indexer."
+        norm = [self._weight(f"{name}k_norm.{part}") for part in ("weight", "bias")]
+        key_TI = self._linear(normed_TH, f"{name}wk")
+        key_TI = functional.layer_norm(key_TI, (spec.head_dim,), *norm, 1e-6)
+        query_TX = self._linear(latent_TL, f"{name}wq_b")
+        rotation = replace(rotation, is_interleaved=spec.is_interleaved)
+        key_T1I = rotation(key_TI[:, None])
+        query_TJI = rotation(query_TX.view(num_tokens, spec.num_heads, -1))
+        products_TJT = torch.einsum("tji,sxi->tjs", query_TJI, key_T1I).clamp_min(0)
+        weight_TJ = self._linear(normed_TH, f"{name}weights_proj")
+        scores_TT = torch.einsum("tj,tjs->ts", weight_TJ, products_TJT)
+        chosen_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+        for position in range(spec.top_k, num_tokens):
+            best_K = scores_TT[position, : position + 1].topk(spec.top_k).indices
+            chosen_TT[position] = False
+            chosen_TT[position, best_K] = True
+        return chosen_TT
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:
         """Token by token; in float32 at least, as every implementation."""
