@@ -35,10 +35,10 @@ class HyperConnection:
     def __init__(self, spec: StreamsSpec, loader: Loader, name: str) -> None:
         self._spec, count = spec, spec.count
         scale = loader.score_vector(f"{name}.scale")
-        sizes = scale.new_tensor([count, count, count * count]).long()
+        sizes = (count, count, count * count)
         self._weights = MixerWeights(
             loader.float_matrix(name),
-            scale.repeat_interleave(sizes),
+            torch.cat([one.expand(size) for one, size in zip(scale, sizes, strict=True)]),
             loader.score_vector(f"{name}.base"),
         )
 

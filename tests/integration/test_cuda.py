@@ -191,7 +191,7 @@ def test_after_a_step_without_memory_the_next_engine_plans_with_less(
         without_native_kernels.append(DeferredCuda())
         return CudaDevice(without_native_kernels[-1], memory_bytes)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
 
     use_device(monkeypatch, open_cuda)

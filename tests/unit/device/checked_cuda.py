@@ -48,6 +48,8 @@ WRITTEN = {
     "append_latent": (),
     "argmax": ("ids",),
     "causal_conv": ("states", "out"),
+    "choose_blocks": ("out",),
+    "choose_positions": ("out",),
     "fused_experts": ("out",),
     "gated_ffn": ("out",),
     "gumbel_argmax": ("ids",),
@@ -362,6 +364,10 @@ def _watch_native(patch: pytest.MonkeyPatch, cuda: CheckedCuda) -> None:
             if "cache" in arguments:
                 writes += _blocks(arguments, only_new=True)
                 reads = _blocks(arguments, only_new=not WRITTEN[name])
+                del arguments["cache"]
+            elif "block_table" in arguments:  # index keys are read alone
+                arguments["cache"] = arguments.pop("keys")
+                reads = _blocks(arguments, only_new=False)
                 del arguments["cache"]
             else:
                 reads = []

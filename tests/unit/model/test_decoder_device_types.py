@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.tensors import to_device
-from raymoe.kernels.torch_attention import PagedBatch
-from raymoe.model.decoder import Decoder, StagedRows, cache_layouts
+from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_parts, layer_prefix
-from raymoe.specs.model import DenseSpec, ModelSpec, RecurrentSpec
+from raymoe.specs.layer_weights import (
+    EMBEDDING,
+    HEAD,
+    TOKEN_EXPERTS,
+    layer_parts,
+    layer_prefix,
+)
+from raymoe.specs.model import DenseSpec, ModelSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
@@ -63,6 +67,8 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     shapes = model_weights(spec)
 
     def on_host(name: str) -> Tensor:
+        if name.endswith(TOKEN_EXPERTS):
+            return torch.arange(shapes[name][1]).expand(shapes[name])
         return torch.empty(shapes[name])
 
     decoder = Decoder(
@@ -71,22 +77,25 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
         lambda _names: None,
     )
     layouts = cache_layouts(spec, torch.float32)
-    with_kv = [layout for layout in layouts if not layout.sequence_bytes]
-    batch = to_device(
-        StagedRows(PagedBatch.of(BATCH, with_kv[0]), StateBatch.of(BATCH, DEVICE)), DEVICE
-    )
+    with_kv = next((layout for layout in layouts if not layout.sequence_bytes), layouts[0])
+    batch = to_device(decoder.staged_batch(BATCH, with_kv, DEVICE, with_states=BATCH), DEVICE)
     hidden_TH = torch.empty(NUM_TOKENS, spec.residual_size, device=DEVICE)
     tokens_T = torch.empty(NUM_TOKENS, dtype=torch.int32, device=DEVICE)
+    experts_NTK = decoder.experts_of_tokens(torch.zeros(NUM_TOKENS, dtype=torch.int64))
+    if experts_NTK is not None:
+        experts_NTK = experts_NTK.to(DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
         projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
         staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
-        if isinstance(layer.attention, RecurrentSpec):
-            num_bytes = 3 * layouts[i].sequence_bytes
+        if layouts[i].sequence_bytes:
+            num_bytes = 9 * layouts[i].block_bytes + 3 * layouts[i].sequence_bytes
             staged = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
         attention_TX = decoder.attend_staged(i, projected, staged, batch)
         assert attention_TX.device == DEVICE
-        hidden_TH, normed_TH, routing, factors_TF = decoder.post(i, hidden_TH, attention_TX)
+        hidden_TH, normed_TH, routing, factors_TF = decoder.post(
+            i, hidden_TH, attention_TX, experts_NTK=experts_NTK
+        )
         if isinstance(layer.ffn, DenseSpec):
             hidden_TH = decoder.ffn(i, hidden_TH, normed_TH, routing, factors_TF=factors_TF)
         else:
