@@ -335,7 +335,9 @@ class Admission:
         self._crash_counts = CrashCounts(directory)
         self._file = InFlightFile(directory)
         # Guards all following attributes; notified when rows leave.
-        self._changed = threading.Condition()
+        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._num_in_flight = 0
         self._quarantined: Counter[int] = Counter()  # in flight, by unattributed crashes
         self._is_alone = False  # the only row in flight is a suspect that must run alone
@@ -383,7 +385,7 @@ class Admission:
 
         With `is_finished` False (the engine broke), later processes count the row as in flight.
         """
-        with self._changed:
+        with self._guard:
             self._num_in_flight -= 1
             self._quarantined[num_deaths] -= 1
             if not self._num_in_flight:
@@ -407,7 +409,7 @@ class Admission:
 
     def _enter(self, group: Group, keys: Sequence[bytes]) -> Group:
         alone = self._max_at_once(group.num_deaths) == 1
-        with self._changed:
+        with self._guard:
             if alone:
                 self._num_waiting_alone += 1
                 self._changed.wait_for(lambda: not self._num_in_flight or self._is_broken)
@@ -437,6 +439,6 @@ class Admission:
         return self._crash_counts.max_at_once(num_deaths)
 
     def _take_left(self) -> list[bytes]:
-        with self._changed:
+        with self._guard:
             left, self._left = self._left, []
         return left

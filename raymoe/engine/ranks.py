@@ -308,7 +308,9 @@ class Ranks:
     """The ranks other than this process, and the group of all ranks."""
 
     def __init__(self, job: LoadJob) -> None:
-        self._changed = threading.Condition()
+        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
         self._group: RankGroup | None = None
         self._processes: list[RankProcess] = []
         # Not a `TemporaryDirectory`: every process forked from this one would remove it at exit.
@@ -337,7 +339,7 @@ class Ranks:
 
         If several are gone, the root cause is preferred once it is known.
         """
-        with self._changed:
+        with self._guard:
             self._changed.wait_for(self._is_explained, NOTICE_S)
             gone = [rank for rank in self._processes if rank.failure]
             return min(gone, key=lambda rank: rank.is_consequence).failure if gone else ""
@@ -353,7 +355,7 @@ class Ranks:
         def behind() -> list[RankProcess]:
             return [rank for rank in self._processes if STAGES.index(rank.stage) < minimum]
 
-        with self._changed:
+        with self._guard:
             self._changed.wait_for(lambda: self._has_failed() or not behind(), limit_s)
             self._check()
             if behind():
@@ -367,7 +369,7 @@ class Ranks:
 
     def explain(self, error: Exception) -> Exception:
         """Return what happened to a rank, if it caused this error of a step, else the error."""
-        with self._changed:
+        with self._guard:
             self._changed.wait_for(self._has_failed, NOTICE_S)
         failure = self.failure
         return ExecutionError(failure) if failure else error
@@ -392,7 +394,7 @@ class Ranks:
             raise ExecutionError(self.failure)
 
     def _notice(self) -> None:
-        with self._changed:
+        with self._guard:
             self._changed.notify_all()
         if self._has_failed() and self._group is not None:
             self._group.abort()

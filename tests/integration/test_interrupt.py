@@ -60,6 +60,26 @@ def test_the_rows_of_an_interrupted_call_are_dropped(engine, task, num_rows):
     assert task == "score" or stats.num_finished_rows % num_rows == 5
 
 
+def test_an_interrupt_leaves_nothing_locked(engine):
+    def call(timer: threading.Timer) -> None:
+        timer.start()
+        while True:
+            engine.reset_prefix_cache()
+
+    for _ in range(30):
+        timer = threading.Timer(
+            0.002, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        )
+        with pytest.raises(KeyboardInterrupt):  # while a lock is taken, as often as not
+            call(timer)
+        timer.join()
+    answers = []
+    other = threading.Thread(target=lambda: answers.append(engine.stats()), daemon=True)
+    other.start()
+    other.join(60)
+    assert answers
+
+
 def test_what_a_notebook_shows_is_short(engine):
     answers = [*engine.generate(["a" * 200], LONG), *engine.score([None], ["abc"])]
     assert all(len(repr(answer)) < 500 for answer in answers)
