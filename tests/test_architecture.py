@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "units": set(),
     "safe_text": set(),
     "processes": set(),
+    "condition": set(),
     "periodic": set(),
     "shadows": set(),
     "_version": set(),
@@ -43,6 +44,7 @@ MAY_IMPORT["measure"] = {*MAY_IMPORT} - {
 }
 MAY_IMPORT["engine"] = {*MAY_IMPORT, "config"} - {"assets"}
 MAY_IMPORT["data"] = BASE | {
+    "condition",
     "safe_text",
     "periodic",
     "shadows",
@@ -57,6 +59,7 @@ MAY_IMPORT["data"] = BASE | {
 MAY_IMPORT["status_view"] = {"units", "data"}
 MAY_IMPORT["report"] = BASE | {"safe_text", "specs", "schedule", "plan", "data", "status_view"}
 MAY_IMPORT["openai"] = BASE | {
+    "condition",
     "suggestions",
     "safe_text",
     "processes",

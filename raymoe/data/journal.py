@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from raymoe.condition import Condition
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.specs.files import PRIVATE_DIRECTORY, PRIVATE_FILE, expanded, open_regular
@@ -302,9 +303,7 @@ class JournalWriter:
         self._on_written = on_written
         self.num_lost_rows = 0
         # Guards the next lines; notified when rows come, rows are written, or it ends.
-        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._changed = Condition()
         self._pending: list[Row] = []
         self._num_appended = self._num_handled = 0
         self._is_closing = False
@@ -321,7 +320,7 @@ class JournalWriter:
 
         What comes after `close` is dropped: then the engine is gone, and nobody gets the row.
         """
-        with self._guard:
+        with self._changed:
             if self._is_closing or self._failure is not None:
                 return
             self._pending.append((key, generation))
@@ -337,7 +336,7 @@ class JournalWriter:
         Raises:
             ExecutionError: The thread has failed; a disk that refuses a write is no such failure.
         """
-        with self._guard:
+        with self._changed:
             target = self._num_appended
             self._changed.wait_for(
                 lambda: self._num_handled >= target or self._failure is not None, timeout_s
@@ -349,7 +348,7 @@ class JournalWriter:
 
     def close(self) -> None:
         """Write and sync what is left; more than once is fine."""
-        with self._guard:
+        with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
@@ -360,12 +359,12 @@ class JournalWriter:
                 pass
         except BaseException as error:
             logger.exception("the journal failed")
-            with self._guard:
+            with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _write_next(self) -> bool:
-        with self._guard:
+        with self._changed:
             self._changed.wait_for(
                 lambda: bool(self._pending) or self._is_closing, self._sync_due_s()
             )
@@ -373,7 +372,7 @@ class JournalWriter:
             is_over = self._is_closing and not rows
         if rows:
             self._write(rows)
-            with self._guard:
+            with self._changed:
                 self._num_handled += len(rows)
                 self._changed.notify_all()
         if is_over or self._sync_due_s() == 0.0:

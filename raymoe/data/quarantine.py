@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from raymoe.condition import Condition
 from raymoe.data.journal import NOBODY, ROW_KEY_BYTES, open_private
 from raymoe.engine.outputs import Generation
 from raymoe.errors import CheckpointError, ExecutionError
@@ -335,9 +336,7 @@ class Admission:
         self._crash_counts = CrashCounts(directory)
         self._file = InFlightFile(directory)
         # Guards all following attributes; notified when rows leave.
-        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._changed = Condition()
         self._num_in_flight = 0
         self._quarantined: Counter[int] = Counter()  # in flight, by unattributed crashes
         self._is_alone = False  # the only row in flight is a suspect that must run alone
@@ -385,7 +384,7 @@ class Admission:
 
         With `is_finished` False (the engine broke), later processes count the row as in flight.
         """
-        with self._guard:
+        with self._changed:
             self._num_in_flight -= 1
             self._quarantined[num_deaths] -= 1
             if not self._num_in_flight:
@@ -409,7 +408,7 @@ class Admission:
 
     def _enter(self, group: Group, keys: Sequence[bytes]) -> Group:
         alone = self._max_at_once(group.num_deaths) == 1
-        with self._guard:
+        with self._changed:
             if alone:
                 self._num_waiting_alone += 1
                 self._changed.wait_for(lambda: not self._num_in_flight or self._is_broken)
@@ -439,6 +438,6 @@ class Admission:
         return self._crash_counts.max_at_once(num_deaths)
 
     def _take_left(self) -> list[bytes]:
-        with self._guard:
+        with self._changed:
             left, self._left = self._left, []
         return left

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from raymoe.condition import Condition
 from raymoe.engine.accuracy import Accuracy, Replanner
 from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
@@ -47,34 +48,32 @@ class Watchdog:
 
     def __init__(self, limit_s: float, on_stuck: Callable[[float], None]) -> None:
         self._limit_s, self._on_stuck = limit_s, on_stuck
-        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._changed = Condition()
         self._begin_s: float | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="raymoe-watchdog", daemon=True)
         self._thread.start()
 
     def step_begins(self) -> None:
-        with self._guard:
+        with self._changed:
             is_asleep = self._begin_s is None
             self._begin_s = time.monotonic()
             if is_asleep:
-                self._changed.notify()
+                self._changed.notify_all()
 
     def step_ends(self) -> None:
-        with self._guard:
+        with self._changed:
             self._begin_s = None
 
     def close(self) -> None:
-        with self._guard:
+        with self._changed:
             self._is_closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        with self._guard:
+        with self._changed:
             while not self._is_closing:
                 if self._begin_s is None:
                     self._changed.wait()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
+from raymoe.condition import Condition
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
@@ -248,9 +249,8 @@ class Engine:
             window=parts.window,
             replanner=replanner,
         )
-        # Guards all below. An interrupt within `Condition.__enter__` would leave it locked.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)  # rows came, slots got free, or the end
+        # Guards everything below; notified when rows come, slots get free, or the engine ends.
+        self._changed = Condition()
         self._inbox: deque[Request] = deque()
         self._unfinished: dict[int, Request] = {}
         self._dropped: set[Request] = set()  # the engine's thread lets go of them after its step
@@ -310,19 +310,19 @@ class Engine:
 
     @expected_calls.setter
     def expected_calls(self, value: int | None) -> None:
-        with self._guard:
+        with self._changed:
             self._start.expected_calls = value
             self._changed.notify_all()
 
     def enter_call(self) -> None:
         """Say that a caller waits for answers, so it brings no more rows until `leave_call`."""
-        with self._guard:
+        with self._changed:
             self._start.num_calls_in_flight += 1
             self._changed.notify_all()
 
     def leave_call(self) -> None:
         """Say that a caller has its answers and may come again."""
-        with self._guard:
+        with self._changed:
             self._start.num_calls_in_flight -= 1
 
     def generate(
@@ -359,7 +359,7 @@ class Engine:
         """
         self._check_process()
         call = Call()
-        with self._guard:
+        with self._changed:
             self._check_open()
             self._num_submitting += 1
             if self._submitter is None:
@@ -377,7 +377,7 @@ class Engine:
             raise
 
     def _submitted(self) -> None:
-        with self._guard:
+        with self._changed:
             self._num_submitting -= 1
             if not self._num_submitting:  # those that wait at the same time are all here
                 self._start.start_now()
@@ -562,7 +562,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of the counts."""
         self._check_process()
-        with self._guard:
+        with self._changed:
             scheduler, counters = self._core.scheduler, self._core.counters
             active_s = counters.active_s
             total = RunReport() if self.accuracy is None else self.accuracy.total
@@ -590,7 +590,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget the prompts of rows that are over, before any row that is submitted later."""
         self._check_open()
-        with self._guard:
+        with self._changed:
             self._drops_prefixes = True
             self._changed.notify_all()
 
@@ -603,7 +603,7 @@ class Engine:
         """
         if os.getpid() != self._pid:
             return
-        with self._guard:
+        with self._changed:
             if self._is_closing:
                 return
             self._is_closing = True
@@ -655,7 +655,7 @@ class Engine:
         self.close()
 
     def _results(self, futures: Sequence[Future[Generation]]) -> list[Generation]:
-        with self._guard:
+        with self._changed:
             self._start.start_now()
             self._changed.notify_all()
         return [future.result() for future in futures]
@@ -683,7 +683,7 @@ class Engine:
             raise
 
     def _drop(self, call: Call) -> None:
-        with self._guard:
+        with self._changed:
             call.is_dropped = True
             dropped = {one for one in self._unfinished.values() if one.call is call}
             for request in dropped:
@@ -708,7 +708,7 @@ class Engine:
     def _refuse(self, error: Exception) -> Future[Generation]:
         """The future of a row that cannot be generated."""
         future: Future[Generation] = Future()
-        with self._guard:
+        with self._changed:
             if self._failure is not None or self._is_closing:  # not the row's fault
                 future.set_exception(self._failed("the engine is closed", None))
                 return future
@@ -719,7 +719,7 @@ class Engine:
 
     def _submit(self, request: Request, call: Call) -> Future[Generation]:
         request.future.set_running_or_notify_cancel()  # a row cannot be cancelled
-        with self._guard:
+        with self._changed:
             self._wait_for_place(call)
             if call.is_dropped:
                 raise CancelledError
@@ -780,7 +780,7 @@ class Engine:
 
     def _has_work(self) -> bool:
         """Take new rows in; waits while there is nothing to do. False ends the thread."""
-        with self._guard:
+        with self._changed:
             self._report_run()
             while not self._is_closing and self._failure is None:
                 if self._dropped:
@@ -810,13 +810,13 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         """Hand over a row whose samples are over: it gets its answer whatever the engine does."""
-        with self._guard:
+        with self._changed:
             is_open = self._unfinished.pop(request.order, None) is not None
         if is_open:
             self._detokenizer.put(request)
 
     def _resolve(self, request: Request, generation: Generation) -> None:
-        with self._guard:
+        with self._changed:
             self._unfinished.pop(request.order, None)
             self._num_finished += 1
             self._num_errors += generation.finish_reason == "error"
@@ -832,7 +832,7 @@ class Engine:
         )
 
     def _fail_all(self, message: str, cause: BaseException | None) -> None:
-        with self._guard:
+        with self._changed:
             if self._failure is None:
                 self._failure = self._failed(message, cause)
             requests = list(self._unfinished.values())

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from raymoe.condition import Condition
 from raymoe.device.lane import call_all
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
@@ -308,9 +309,7 @@ class Ranks:
     """The ranks other than this process, and the group of all ranks."""
 
     def __init__(self, job: LoadJob) -> None:
-        # Entered as it is: an interrupt within `Condition.__enter__` would leave it locked.
-        self._guard = threading.RLock()
-        self._changed = threading.Condition(self._guard)
+        self._changed = Condition()
         self._group: RankGroup | None = None
         self._processes: list[RankProcess] = []
         # Not a `TemporaryDirectory`: every process forked from this one would remove it at exit.
@@ -339,7 +338,7 @@ class Ranks:
 
         If several are gone, the root cause is preferred once it is known.
         """
-        with self._guard:
+        with self._changed:
             self._changed.wait_for(self._is_explained, NOTICE_S)
             gone = [rank for rank in self._processes if rank.failure]
             return min(gone, key=lambda rank: rank.is_consequence).failure if gone else ""
@@ -355,7 +354,7 @@ class Ranks:
         def behind() -> list[RankProcess]:
             return [rank for rank in self._processes if STAGES.index(rank.stage) < minimum]
 
-        with self._guard:
+        with self._changed:
             self._changed.wait_for(lambda: self._has_failed() or not behind(), limit_s)
             self._check()
             if behind():
@@ -369,7 +368,7 @@ class Ranks:
 
     def explain(self, error: Exception) -> Exception:
         """Return what happened to a rank, if it caused this error of a step, else the error."""
-        with self._guard:
+        with self._changed:
             self._changed.wait_for(self._has_failed, NOTICE_S)
         failure = self.failure
         return ExecutionError(failure) if failure else error
@@ -394,7 +393,7 @@ class Ranks:
             raise ExecutionError(self.failure)
 
     def _notice(self) -> None:
-        with self._guard:
+        with self._changed:
             self._changed.notify_all()
         if self._has_failed() and self._group is not None:
             self._group.abort()

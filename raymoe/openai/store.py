@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from raymoe.condition import Condition
 from raymoe.data.journal import make_directory, open_private, sync_directory
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.files import from_plain, open_regular, read_json_object
@@ -132,7 +132,7 @@ class Store:
             ConfigError: It cannot be written, another server uses it, or a record is damaged.
             CheckpointError: A record is no JSON.
         """
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = Condition()
         root = make_directory(directory, "--directory")
         self._files_dir = make_directory(root / "files", "--directory")
         self._batches_dir = make_directory(root / "batches", "--directory")
