@@ -178,16 +178,6 @@ def choose_positions(
     block_table: Tensor,
     out: Tensor,
 ) -> None: ...
-def choose_blocks(
-    query: Tensor,
-    keys: Tensor,
-    query_start: Tensor,
-    context_tokens: Tensor,
-    block_table: Tensor,
-    block_tokens: int,
-    num_local: int,
-    out: Tensor,
-) -> None: ...
 def causal_conv(
     inputs: Tensor,
     weight: Tensor,
