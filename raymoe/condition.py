@@ -5,7 +5,7 @@ from _thread import RLock
 from collections.abc import Callable
 
 
-class Condition(RLock):  # type: ignore[misc] - final in typeshed, not in CPython
+class Condition(RLock):  # type: ignore[misc]  # final in typeshed, not in CPython
     """As `threading.Condition`, with a `with` statement that a KeyboardInterrupt cannot break.
 
     `threading.Condition.__enter__` is Python code: an interrupt between the acquisition in it and

@@ -21,7 +21,7 @@ from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.draw import roofline_picture, throughput_picture
 from raymoe.plan.placement import Placement
 from raymoe.plan.plan import DEFAULT_WORKLOAD, RESOURCE_NAMES, Plan
-from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Footprint
+from raymoe.plan.policy import DevicePolicy, Footprint
 from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
     MAX_NODES,
@@ -41,6 +41,7 @@ from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, middle_layers
 from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import PLAIN_FORMATS

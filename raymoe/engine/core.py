@@ -29,10 +29,11 @@ from raymoe.kernels.elementwise import triton_runs_on
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.plan.footprint import LOGIT_CHUNK_ROWS
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
+from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
 from raymoe.schedule.timeline import Timeline
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
 # none of them makes a step this much longer, and a restart for nothing costs a load of the model.

@@ -40,9 +40,10 @@ from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
+from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 MAX_ROWS = 256  # at once
 

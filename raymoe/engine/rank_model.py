@@ -51,7 +51,7 @@ from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
-from raymoe.specs.model import AttentionSpec, ModelSpec, MoeSpec
+from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
 
@@ -152,15 +152,10 @@ class RankModel:
     @cached_property
     def kv_blocks(self) -> list[int]:
         """KV blocks of each layer."""
-        policy, layers = self.job.policy, self.spec.layers
-        num_windowed = policy.num_window_blocks(self.spec.cache_window) or policy.num_kv_blocks
-        attentions = [layer.attention for layer in layers]
-        return [
-            num_windowed
-            if isinstance(one, AttentionSpec) and one.sliding_window is not None
-            else policy.num_kv_blocks
-            for one in attentions
-        ]
+        num_blocks = self.job.policy.num_kv_blocks
+        num_windowed = self.job.policy.num_window_blocks(self.spec.cache_window) or num_blocks
+        layers = self.spec.layers
+        return [num_blocks if each.sliding_window is None else num_windowed for each in layers]
 
     @cached_property
     def placement(self) -> Placement:

@@ -14,8 +14,7 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.elementwise import rms_norm_reference
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CompressedLayout
-from raymoe.kernels.torch_attention import GATHERED_BYTES
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CompressedLayout
 
 QUERIES_AT_ONCE = 128
 

@@ -18,7 +18,6 @@ from raymoe.kernels.gpu_attention_batch import (
     Tiles,
     UpProjected,
     attention_tile,
-    power_of_two,
 )
 from raymoe.kernels.gpu_attention_kernels import (
     KernelCache,
@@ -28,8 +27,14 @@ from raymoe.kernels.gpu_attention_kernels import (
     merge_kernel,
 )
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, kernel_constants
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, LatentHeads, LatentLayout
-from raymoe.kernels.torch_attention import GATHERED_BYTES
+from raymoe.kernels.paged_kv import (
+    BLOCK_TOKENS,
+    GATHERED_BYTES,
+    KvLayout,
+    LatentHeads,
+    LatentLayout,
+)
+from raymoe.kernels.triton_support import power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CacheLayout
 from raymoe.kernels.selection import Division
-from raymoe.kernels.torch_attention import GATHERED_BYTES, PagedBatch
-from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, shared_memory_kib
+from raymoe.kernels.torch_attention import PagedBatch
+from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, power_of_two, shared_memory_kib
 from raymoe.specs.hardware import HOPPER
 
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
@@ -150,10 +150,6 @@ def attention_compute(
     if not triton_runs_on(device) or dtype not in FLOAT_DTYPES:
         return None
     return AttentionCompute.on(torch.cuda.get_device_capability(device), dtype, value_dim)
-
-
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 TILE_FIELDS = 4

@@ -25,6 +25,7 @@ from raymoe.kernels.gpu_common import (
     philox,
     round_to,
 )
+from raymoe.kernels.triton_support import power_of_two
 
 if TYPE_CHECKING:
     from raymoe.kernels.elementwise import Steps
@@ -101,7 +102,7 @@ def rms_norm(
     """Norm the rows of `hidden_TH`, to which `delta_TH` is added in place before."""
     num_tokens, size = hidden_TH.shape
     added_TH = hidden_TH if delta_TH is None else delta_TH
-    columns = _power_of_two(size)
+    columns = power_of_two(size)
     return Launch(
         kernel=rms_norm_kernel,
         grid=(num_tokens,),
@@ -175,8 +176,8 @@ def heads_of(
     first: int = 0,
 ) -> Heads:
     """Return the one object of these constants, so that a launch compares them by identity."""
-    padded = _power_of_two(dim)
-    tile = min(max(_TILE_ELEMENTS // padded, 1), _power_of_two(count))
+    padded = power_of_two(dim)
+    tile = min(max(_TILE_ELEMENTS // padded, 1), power_of_two(count))
     heads: Heads = kernel_constants(
         Heads,
         count=count,
@@ -194,7 +195,7 @@ def heads_of(
         padded=padded,
         tile=tile,
         tiles=-(-count // tile) if dim else 0,
-        padded_all=_power_of_two(count * dim),
+        padded_all=power_of_two(count * dim),
     )
     return heads
 
@@ -609,9 +610,9 @@ def route(
             "MIN_SUM": float(min_sum),
             "ADDED_SUM": float(added_sum),
             "SCALE": float(scale),
-            "PADDED_GROUPS": _power_of_two(groups[0]),
-            "PADDED_SIZE": _power_of_two(group_size),
-            "PADDED_K": _power_of_two(top_k),
+            "PADDED_GROUPS": power_of_two(groups[0]),
+            "PADDED_SIZE": power_of_two(group_size),
+            "PADDED_K": power_of_two(top_k),
         },
         options={"num_warps": 1 if num_experts <= 256 else 4},
     )
@@ -711,10 +712,6 @@ def choose(logits_RV: Tensor, draws_R4: Tensor, ids_R: Tensor) -> Launch:
             "ids_ptr": ids_R,
             "stride": logits_RV.stride(0),
         },
-        constants={"SIZE": size, "GROUPS": min(_DRAWN_GROUPS, _power_of_two(-(-size // 64)))},
+        constants={"SIZE": size, "GROUPS": min(_DRAWN_GROUPS, power_of_two(-(-size // 64)))},
         options={"num_warps": 8},
     )
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

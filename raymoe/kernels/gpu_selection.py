@@ -15,12 +15,13 @@ from raymoe.kernels.gpu_attention import (
     append_and_attend_latent_ragged,
     append_latent_rows,
 )
-from raymoe.kernels.gpu_attention_batch import ChoosingBatch, power_of_two
+from raymoe.kernels.gpu_attention_batch import ChoosingBatch
 from raymoe.kernels.gpu_attention_kernels import BLOCK_TOKENS
 from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS as TOKENS_OF_BLOCK
-from raymoe.kernels.paged_kv import LatentHeads, LatentLayout
-from raymoe.kernels.selection import GATHERED_BYTES, IndexRows, chosen_of
+from raymoe.kernels.paged_kv import GATHERED_BYTES, LatentHeads, LatentLayout
+from raymoe.kernels.selection import IndexRows, chosen_of
+from raymoe.kernels.triton_support import power_of_two
 
 _POSITIONS = 64  # of a program
 _MIN_DOT = 16

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch, round_to
+from raymoe.kernels.triton_support import power_of_two
 
 if TYPE_CHECKING:
     from raymoe.kernels.streams import MixerWeights
@@ -100,7 +101,7 @@ def stream_logits(
         constants={
             "SIZE": size,
             "FACTORS": factors,
-            "PADDED": max(16, _power_of_two(factors)),
+            "PADDED": max(16, power_of_two(factors)),
             "EPS": eps,
             "ROWS": _ROWS,
             "COLUMNS": _FLOAT_COLUMNS if hidden_TX.dtype == torch.float32 else _COLUMNS,
@@ -145,7 +146,7 @@ def read_streams(
 ) -> Launch:
     """Launch what `streams.read_streams` computes; `out_TH` is contiguous."""
     num_tokens, hidden_size = out_TH.shape
-    block = min(4 * _BLOCK, _power_of_two(hidden_size))
+    block = min(4 * _BLOCK, power_of_two(hidden_size))
     return Launch(
         kernel=read_streams_kernel,
         grid=(num_tokens, -(-hidden_size // block)),
@@ -158,7 +159,7 @@ def read_streams(
         },
         constants={
             "COUNT": spec.count,
-            "PADDED": _power_of_two(spec.count),
+            "PADDED": power_of_two(spec.count),
             "HIDDEN": hidden_size,
             "EPS": spec.eps,
             "BLOCK": block,
@@ -247,15 +248,11 @@ def add_to_streams(
         },
         constants={
             "COUNT": spec.count,
-            "PADDED": _power_of_two(spec.count),
+            "PADDED": power_of_two(spec.count),
             "HIDDEN": hidden_size,
             "EPS": spec.eps,
             "ITERATIONS": spec.sinkhorn_iterations,
-            "BLOCK": min(_BLOCK, _power_of_two(hidden_size)),
+            "BLOCK": min(_BLOCK, power_of_two(hidden_size)),
         },
         options={"num_warps": 4},
     )
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

@@ -11,9 +11,12 @@ from torch.nn import functional
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 
-BLOCK_TOKENS = 32
+BLOCK_TOKENS = KV_BLOCK_TOKENS
 VALUE_COLUMNS = 64
+# Upper bound of what is gathered from blocks in one call; memory is scarce next to weights and KV.
+GATHERED_BYTES = 64 << 20
 
 
 class CacheLayout(Protocol):

@@ -10,11 +10,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import Projected
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS, CacheLayout, KvLayout, LatentHeads
+from raymoe.kernels.paged_kv import (
+    BLOCK_TOKENS,
+    GATHERED_BYTES,
+    VALUE_COLUMNS,
+    CacheLayout,
+    KvLayout,
+    LatentHeads,
+)
 from raymoe.kernels.selection import IndexRows, chosen_of, index_scores
-
-# Upper bound of the blocks gathered in one call; device memory is scarce next to weights and KV.
-GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,3 +17,8 @@ def shared_memory_kib(capability: tuple[int, int]) -> int:
     if capability in ((8, 0), (8, 7)):
         return 164
     return 64 if capability == OLDEST_CAPABILITY else 100
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below a number."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -573,7 +573,7 @@ def _post_s(cost: StepCost, task: Task) -> float:
     between = tokens * cost.row_bytes(4 * cost.work.hidden_size)
     seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
     again = 1 if layer.state_bytes else 0  # a gate of states reads the input of attention
-    return seconds + cost.mixing_s(task, tokens, factors=2 + again, visits=5 + 2 * again)
+    return seconds + cost.mixing_s(task, tokens, factors=2, visits=5 + again)
 
 
 def _experts_s(cost: StepCost, task: Task) -> float:

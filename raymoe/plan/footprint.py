@@ -2,10 +2,10 @@
 
 from raymoe.plan.cost import ROUTING_BYTES, SUM_BYTES
 from raymoe.plan.placement import Placement
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Footprint, Policy
+from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.program import NUM_RETURNED_SUMS
-from raymoe.specs.layers import rows_at_once
+from raymoe.specs.layers import KV_BLOCK_TOKENS, rows_at_once
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import GIB, MIB
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Self
 
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy
+from raymoe.plan.policy import Policy
 from raymoe.plan.work import Repeated, StepLoad, duplicates
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
 
 NEVER = sys.maxsize  # a step that no job reaches

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Choice, DevicePolicy, Policy
+from raymoe.plan.policy import Choice, DevicePolicy, Policy
 from raymoe.schedule.builders import (
     BUILDERS,
     CPU_ATTENTION_FRACTIONS,
@@ -34,7 +34,7 @@ from raymoe.specs.layer_weights import (
     common_weights,
     expert_weights,
 )
-from raymoe.specs.layers import MoeSpec, StatefulSpec
+from raymoe.specs.layers import KV_BLOCK_TOKENS, MoeSpec, StatefulSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.units import UNLIMITED_BYTES, ceil_div
 

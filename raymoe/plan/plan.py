@@ -3,12 +3,13 @@ from functools import cached_property
 from html import escape
 
 from raymoe.plan.job import JobEstimate, StepTimes, estimate_job
-from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Footprint, Policy
+from raymoe.plan.policy import DevicePolicy, Footprint, Policy
 from raymoe.plan.step import StepModel
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, bound_by
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
 from raymoe.units import format_bytes, format_seconds
 

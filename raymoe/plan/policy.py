@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.units import MIB, ceil_div, format_bytes
 
 # MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at 12
 # GB/s a page of 64 MiB occupies the link for 5.6 ms.
 PAGE_BYTES = 64 * MIB
-KV_BLOCK_TOKENS = 32
 
 
 def blocks_of(tokens: int) -> int:

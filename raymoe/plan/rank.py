@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.footprint import kv_block_bytes
 from raymoe.plan.plan import Plan
-from raymoe.plan.policy import KV_BLOCK_TOKENS
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
 from raymoe.specs.files import read_own_json
@@ -21,6 +20,7 @@ from raymoe.specs.hardware import (
     HostCurves,
     find_hardware,
 )
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, TB, YEAR_S, ceil_div, format_bytes, format_seconds

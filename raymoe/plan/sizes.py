@@ -23,7 +23,6 @@ from raymoe.plan.placement import (
 )
 from raymoe.plan.policy import (
     FEWER_BITS,
-    KV_BLOCK_TOKENS,
     MIN_SNAPSHOTS,
     ON_THE_GPU_ALONE,
     PAGE_BYTES,
@@ -40,6 +39,7 @@ from raymoe.plan.policy import (
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
 from raymoe.specs.hardware import HardwareSpec
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
@@ -226,8 +226,7 @@ class SearchSpace:
         useful = workload.total_computed_prompt_tokens + workload.num_rows
         num_octaves = ceil(log2(max(1.0, min(useful, 4 * job.balanced_tokens) / MIN_TOKENS)))
         tokens = tuple(MIN_TOKENS << octave for octave in range(num_octaves + 1))
-        work = job.work
-        can_move = work.state_bytes > 0 and not work.has_states_beside_kv
+        can_move = job.model.has_states and not job.model.has_states_beside_kv
         return cls(
             max_num_batched_tokens=tokens,
             states_on_device=(False, True) if can_move else (False,),

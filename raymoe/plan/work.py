@@ -41,6 +41,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    RecurrentSpec,
     StatefulSpec,
 )
 from raymoe.specs.model import ModelSpec
@@ -120,13 +121,7 @@ class LayerWork:
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
         indexer = attention.indexer if isinstance(attention, LatentAttentionSpec) else None
         state = attention if isinstance(attention, StatefulSpec) else None
-        pair_flop = 2 * (attention.query_width + attention.output_width)
-        prefill_pair_flop = 2 * attention.prompt_width
-        if state is not None:
-            pair_flop = 0
-            if isinstance(attention, CompressedAttentionSpec):
-                pair_flop = attention.pair_flop
-            prefill_pair_flop = pair_flop
+        pair_flop, prefill_pair_flop = _pair_flop(attention)
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -275,11 +270,6 @@ class ModelWork:
         return sum(layer.state_bytes for layer in self.layers)
 
     @property
-    def has_states_beside_kv(self) -> bool:
-        """Whether some layers keep a state and KV at once."""
-        return any(layer.state_bytes and layer.kv_token_bytes for layer in self.layers)
-
-    @property
     def all_weight_bytes(self) -> float:
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
         return layers + self.head.num_bytes
@@ -294,6 +284,15 @@ def _common_hidden(layer: LayerSpec) -> int:
     if isinstance(ffn, DenseSpec):
         return ffn.hidden
     return 0 if ffn.shared is None else ffn.shared.hidden
+
+
+def _pair_flop(attention: AnyAttentionSpec) -> tuple[int, int]:
+    """Operations per pair of a token and an earlier one, in decode and in prompts."""
+    if isinstance(attention, RecurrentSpec):
+        return 0, 0
+    if isinstance(attention, CompressedAttentionSpec):
+        return attention.pair_flop, attention.pair_flop
+    return 2 * (attention.query_width + attention.output_width), 2 * attention.prompt_width
 
 
 def _window(attention: AnyAttentionSpec) -> int | None:

@@ -8,6 +8,7 @@ from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import BY_TOKEN, COMPRESSED, OVERLAPPING, SCORED
 from raymoe.specs.files import integer
 from raymoe.specs.layers import (
+    KV_BLOCK_TOKENS,
     AnyAttentionSpec,
     CompressedAttentionSpec,
     LayerSpec,
@@ -15,7 +16,6 @@ from raymoe.specs.layers import (
 )
 from raymoe.specs.rope import SLIDING, RopeSpec
 
-BLOCK_TOKENS = 32  # of the KV cache (`kernels.paged_kv`)
 MAX_WINDOW = 4096  # rows that every sequence keeps; 32 times the published value
 MAIN_ROPE, COMPRESSED_ROPE = "main", "compress"  # names of parameters
 
@@ -79,9 +79,9 @@ def _ratio(fields: ConfigFields, name: str, kind: str) -> int:
     ratios = fields.get(name)
     value = ratios.get(kind) if isinstance(ratios, Mapping) else None
     ratio = integer(f"{name} of {kind}", value, minimum=1)
-    if ratio % BLOCK_TOKENS and BLOCK_TOKENS % ratio:
+    if ratio % KV_BLOCK_TOKENS and KV_BLOCK_TOKENS % ratio:
         raise UnsupportedModelError(
-            f"{name} of {kind} is {ratio}; supported: divisors and multiples of {BLOCK_TOKENS}"
+            f"{name} of {kind} is {ratio}; supported: divisors and multiples of {KV_BLOCK_TOKENS}"
         )
     return ratio
 

@@ -20,6 +20,7 @@ from raymoe.specs.families.rules import (
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
 from raymoe.specs.indexer_config import layer_indexers
 from raymoe.specs.layers import (
+    KV_BLOCK_TOKENS,
     AnyAttentionSpec,
     AttentionSpec,
     ClampSpec,
@@ -192,7 +193,6 @@ ACTIVATIONS = {
 HEAD_DIM_MULTIPLE = 8
 MAX_STREAMS = 8  # twice the largest published value
 MAX_SINKHORN_ITERATIONS = 100  # five times the largest published value
-KV_BLOCK_TOKENS = 32  # of a block of the KV cache, at which chunks of attention begin
 MAX_EXPERTS = 4096  # ten times the largest published value
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17  # five times the largest published value
 # Epsilon of the latents' norms in most transformers classes with latent attention: the default of

@@ -7,6 +7,7 @@ from typing import Literal
 
 from raymoe.specs.rope import RopeSpec
 
+KV_BLOCK_TOKENS = 32  # of a block of the KV cache
 # RMS norm of queries and keys: none, per head, per head without a weight, or over the full width.
 QkNorm = Literal["none", "head", "unit", "full"]
 GateActivation = Literal["sigmoid", "softplus"]
@@ -474,7 +475,7 @@ class CompressedAttentionSpec:
     @property
     def cache_width(self) -> int:
         """Elements of a token in blocks, of which an entry larger than a block fills one row."""
-        return 0 if self.ratio is None else ceil(self.head_dim / min(self.ratio, 32))
+        return 0 if self.ratio is None else ceil(self.head_dim / min(self.ratio, KV_BLOCK_TOKENS))
 
     @property
     def prompt_width(self) -> int:
@@ -742,6 +743,12 @@ class LayerSpec:
     has_norm_bias: bool = False
     has_scalar: bool = False  # whether a learned number multiplies the hidden state at the end
     streams: StreamsSpec | None = None  # None: the hidden state is one stream
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Last tokens outside of which the layer needs nothing in the KV cache; None for all."""
+        attention = self.attention
+        return attention.sliding_window if isinstance(attention, AttentionSpec) else None
 
     @property
     def has_network(self) -> bool:

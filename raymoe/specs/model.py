@@ -171,10 +171,7 @@ class ModelSpec:
         That of the longest window, and at least 2, so that a sequence keeps its last block. A model
         of which every layer has a window keeps all tokens, as does one with states.
         """
-        attentions = [layer.attention for layer in self.layers]
-        windows = [
-            one.sliding_window if isinstance(one, AttentionSpec) else None for one in attentions
-        ]
+        windows = [layer.sliding_window for layer in self.layers]
         if None not in windows or self.has_states:
             return None
         return max((max(2, window) for window in windows if window is not None), default=None)

@@ -5,17 +5,16 @@ import pytest
 from raymoe import _native
 from raymoe.codecs import INT4_ZERO
 from raymoe.kernels.elementwise import MAX_NATIVE_EXPERTS, MAX_NATIVE_HEAD_DIM
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, VALUE_COLUMNS
+from raymoe.kernels.paged_kv import VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
-from raymoe.plan.policy import KV_BLOCK_TOKENS
 from raymoe.specs.layer_config import HEAD_DIM_MULTIPLE
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(
     ("native", "python"),
     [
-        (_native.BLOCK_TOKENS, BLOCK_TOKENS),
         (_native.BLOCK_TOKENS, KV_BLOCK_TOKENS),
         (_native.VALUE_COLUMNS, VALUE_COLUMNS),
         (_native.HEAD_DIM_MULTIPLE, HEAD_DIM_MULTIPLE),

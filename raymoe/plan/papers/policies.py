@@ -18,10 +18,10 @@ from raymoe.plan.papers.moe_gen import GenSearch
 from raymoe.plan.papers.moe_lens import LensNode, stage2
 from raymoe.plan.papers.moe_lightning import LightningOptimizer
 from raymoe.plan.placement import LayerBytes, Placement
-from raymoe.plan.policy import KV_BLOCK_TOKENS, DevicePolicy, Policy
+from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layers import LatentAttentionSpec
+from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, ceil_div, format_bytes

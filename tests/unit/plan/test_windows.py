@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe.plan.footprint import cache_bytes, host_footprint, kv_block_bytes
-from raymoe.plan.policy import KV_BLOCK_TOKENS, Policy, blocks_of, window_blocks
+from raymoe.plan.policy import Policy, blocks_of, window_blocks
 from raymoe.plan.search import find_plan
 from raymoe.plan.sizes import Sizes
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import hardware_preset
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
