@@ -36,16 +36,14 @@ class CompressedAttention(OneForm):
         spec: CompressedAttentionSpec,
         loader: Loader,
         prefix: str,
-        *,
-        rotary: Rotary,
-        host_rotary: Rotary,
+        rotaries: tuple[Rotary, Rotary],
     ) -> None:
         """Load the weights `prefix` + "q_a_proj" and so on.
 
         Args:
-            rotary: Where the weights are.
+            rotaries: That of the device of the weights, and that of the host.
         """
-        self._spec, self._rotary, self._host_rotary = spec, rotary, host_rotary
+        self._spec, (self._rotary, self._host_rotary) = spec, rotaries
         self._layout = compressed_layout(spec, loader.dtype)
         self._down = loader.linear([f"{prefix}q_a_proj", f"{prefix}kv_proj"])
         self._query_norm = loader.vector(f"{prefix}q_a_norm.weight")

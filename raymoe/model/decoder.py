@@ -130,9 +130,9 @@ class Layer:
         loader: Loader,
         reduce: Reduce,
         *,
-        rotary: Rotary,
-        host_rotary: Rotary,
+        rotaries: tuple[Rotary, Rotary],
     ) -> None:
+        """`rotaries` are that of the device of the weights and that of the host."""
         spec, prefix = model.layers[i], layer_prefix(i)
 
         def norm(name: str, *, exists: bool) -> Norm | None:
@@ -141,11 +141,7 @@ class Layer:
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         if isinstance(spec.attention, CompressedAttentionSpec):
             self.attention: LayerAttention | Recurrent | CompressedAttention = CompressedAttention(
-                spec.attention,
-                loader,
-                f"{prefix}self_attn.",
-                rotary=rotary,
-                host_rotary=host_rotary,
+                spec.attention, loader, f"{prefix}self_attn.", rotaries
             )
         else:
             self.attention = _attention(model, i, loader, reduce)
@@ -168,21 +164,22 @@ class Layer:
             self.ffn = Dense(spec.ffn, loader, f"{prefix}mlp.")
         self.scalar_1 = loader.vector(f"{prefix}{LAYER_SCALAR}") if spec.has_scalar else None
 
-    def attention_input(self, hidden_TH: Tensor) -> Tensor:
-        if self.mixers is not None:
-            mixer, _ = self.mixers
-            hidden_TH = mixer.read(hidden_TH, mixer.factors(hidden_TH))
+    def attention_factors(self, hidden_TH: Tensor) -> Tensor | None:
+        """Factors of the streams that attention reads, [T, F]; None of a single stream."""
+        return None if self.mixers is None else self.mixers[0].factors(hidden_TH)
+
+    def attention_input(self, hidden_TH: Tensor, factors_TF: Tensor | None) -> Tensor:
+        if self.mixers is not None and factors_TF is not None:
+            hidden_TH = self.mixers[0].read(hidden_TH, factors_TF)
         return hidden_TH if self.input_norm is None else self.input_norm(hidden_TH)
 
-    def ffn_input(self, hidden_TH: Tensor, delta_TH: Tensor, factors_TF: Tensor | None) -> Posted:
-        """Add attention to several streams, and return what the network reads of them."""
+    def ffn_input(self, hidden_TH: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what the network reads of several streams, and its factors, in `out`."""
         assert self.mixers is not None, "the hidden state is one stream"
-        attention, ffn = self.mixers
-        attention.add_(hidden_TH, delta_TH, attention.factors(hidden_TH))
-        factors_TF = ffn.factors(hidden_TH, factors_TF)
-        input_TH = ffn.read(hidden_TH, factors_TF)
-        normed_TH = input_TH if self.ffn_norm is None else self.ffn_norm(input_TH)
-        return Posted(hidden_TH, normed_TH, None, factors_TF)
+        _, mixer = self.mixers
+        factors_TF = mixer.factors(hidden_TH, out)
+        input_TH = mixer.read(hidden_TH, factors_TF)
+        return input_TH if self.ffn_norm is None else self.ffn_norm(input_TH), factors_TF
 
 
 def _attention(
@@ -242,8 +239,8 @@ class Decoder:
         self._embedding_multiplier = float(multiplier)
         self._layers: list[Layer] = []
         for i, layer in enumerate(spec.layers):
-            tables = {"rotary": self._rotary[i], "host_rotary": self._host_rotary[i]}
-            self._layers.append(Layer(spec, i, loader, reduce, **tables))
+            rotaries = self._rotary[i], self._host_rotary[i]
+            self._layers.append(Layer(spec, i, loader, reduce, rotaries=rotaries))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._merge = load_merge(spec.streams, loader)
         self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
@@ -311,7 +308,8 @@ class Decoder:
         layer = self._layers[i]
         rotary = self._rotary[i]
         angles = rotary.angles(positions_T, prompt_tokens_T)
-        projected = layer.attention.project(layer.attention_input(hidden_TH), angles, out)
+        input_TH = layer.attention_input(hidden_TH, layer.attention_factors(hidden_TH))
+        projected = layer.attention.project(input_TH, angles, out)
         rotary.scale_queries_(projected.query_THD, positions_T)
         return projected
 
@@ -347,8 +345,7 @@ class Decoder:
 
     def is_windowed(self, i: int) -> bool:
         """Whether layer `i` has a sliding window."""
-        attention = self.spec.layers[i].attention
-        return isinstance(attention, AttentionSpec) and attention.sliding_window is not None
+        return self.spec.layers[i].sliding_window is not None
 
     def _of_layer(self, i: int, batch: AttentionBatch) -> AttentionBatch:
         """The batch with the blocks of layer `i`."""
@@ -478,15 +475,18 @@ class Decoder:
         """
         layer = self._layers[i]
         # The gate of attention reads the input of attention, and so does a parallel network.
-        input_TH = layer.attention_input(hidden_TH) if layer.reads_input_again else hidden_TH
+        input_TH, attention_TF = hidden_TH, layer.attention_factors(hidden_TH)
+        if layer.reads_input_again:
+            input_TH = layer.attention_input(hidden_TH, attention_TF)
         delta_TH = self._reduce(layer.attention.output(attention_TX, input_TH))
         if layer.result_norm is not None:
             delta_TH = layer.result_norm(delta_TH)
         if self.spec.residual_multiplier != 1:
             delta_TH *= self.spec.residual_multiplier
         _, normed_out, routing_out, factors_TF = (None,) * 4 if out is None else out
-        if layer.mixers is not None:
-            _, normed_TH, _, factors_TF = layer.ffn_input(hidden_TH, delta_TH, factors_TF)
+        if layer.mixers is not None and attention_TF is not None:
+            layer.mixers[0].add_(hidden_TH, delta_TH, attention_TF)
+            normed_TH, factors_TF = layer.ffn_input(hidden_TH, factors_TF)
             normed_TH = normed_TH if normed_out is None else normed_out.copy_(normed_TH)
         elif layer.ffn_norm is None:
             hidden_TH.add_(delta_TH)

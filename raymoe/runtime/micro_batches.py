@@ -9,6 +9,7 @@ a prompt less, it would get most of them, and no other would overlap with their 
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,21 @@ from raymoe._native import compiled
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.runtime.batch import InputBatch, Int32s, Int64s, Sequences
 
-NOTHING_STAGED: Int64s = np.empty((0, 3), np.int64)
+
+class Staging(NamedTuple):
+    """Copies of a layer's blocks to a slot of the device.
+
+    Attributes:
+        runs_N3: Blocks with earlier tokens: first block of the host cache, first block of the slot
+            and number of blocks of each copy.
+        num_blocks: Blocks of the slot in use, empty ones for new tokens included.
+    """
+
+    runs_N3: Int64s
+    num_blocks: int
+
+
+NOTHING_STAGED = Staging(np.empty((0, 3), np.int64), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +45,8 @@ class MicroBatch:
         host: Sequences for which the host attends.
         device: Those for which the device does.
         staged: The device's, with the block tables of the staging slot.
-        staging_runs_N3: What is staged, blocks with earlier tokens: first block of the host cache,
-            first block of the staging slot and number of blocks of each copy.
-        num_staged_blocks: Blocks of the slot in use, empty ones for new tokens included.
-        window_runs_N3: What is staged of a layer with a sliding window: no blocks behind it.
-        num_window_blocks: Blocks that it uses.
+        staging: What is staged of a layer.
+        window_staging: What is staged of a layer with a sliding window: no blocks behind it.
     """
 
     begin: int
@@ -44,10 +56,8 @@ class MicroBatch:
     host: Sequences
     device: Sequences
     staged: Sequences
-    staging_runs_N3: Int64s
-    num_staged_blocks: int
-    window_runs_N3: Int64s
-    num_window_blocks: int
+    staging: Staging
+    window_staging: Staging
 
     @property
     def num_tokens(self) -> int:
@@ -117,10 +127,8 @@ def whole_batch(batch: InputBatch) -> CutBatch:
         host=everything.between(0, 0),
         device=everything,
         staged=everything,
-        staging_runs_N3=NOTHING_STAGED,
-        num_staged_blocks=0,
-        window_runs_N3=NOTHING_STAGED,
-        num_window_blocks=0,
+        staging=NOTHING_STAGED,
+        window_staging=NOTHING_STAGED,
     )
     return CutBatch(batch=batch, micro_batches=(micro_batch,))
 
@@ -215,10 +223,10 @@ def _micro_batch(
     """One of the sequences from `host` to `device` of a step in micro-batch order."""
     begin, middle, end = ordered.query_start[[host[0], device[0], device[1]]].tolist()
     on_device = ordered.between(*device)
-    staged, runs_N3, num_blocks = _stage(on_device)
-    window_runs_N3, num_window_blocks = runs_N3, num_blocks
+    staged, staging = _stage(on_device)
+    window_staging = staging
     if window is not None:
-        windowed, window_runs_N3, num_window_blocks = _stage(on_device, window)
+        windowed, window_staging = _stage(on_device, window)
         staged = replace(staged, window_table=windowed.block_table)
     return MicroBatch(
         begin=begin,
@@ -228,20 +236,18 @@ def _micro_batch(
         host=ordered.between(*host),
         device=on_device,
         staged=staged,
-        staging_runs_N3=runs_N3,
-        num_staged_blocks=num_blocks,
-        window_runs_N3=window_runs_N3,
-        num_window_blocks=num_window_blocks,
+        staging=staging,
+        window_staging=window_staging,
     )
 
 
-def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Int64s, int]:
-    """Where blocks of the device's share are staged, what is copied there, and blocks in use.
+def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Staging]:
+    """Where blocks of the device's share are staged, and what is copied there.
 
     With a window it is for layers that see no more; the columns behind it repeat its first block.
     """
     if not len(share):
-        return share, NOTHING_STAGED, 0
+        return share, NOTHING_STAGED
     contexts = share.context_tokens.astype(np.int64)
     past = contexts - share.num_scheduled_tokens
     counts, filled = -(-contexts // BLOCK_TOKENS), -(-past // BLOCK_TOKENS)
@@ -256,12 +262,12 @@ def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Int6
     is_filled = (columns >= behind[:, None]) & (columns < filled[:, None])
     host = source[:, : len(columns)][is_filled].astype(np.int64)
     runs_N3 = _runs(host, places[is_filled])
-    return replace(share, block_table=table), runs_N3, int(firsts[-1])
+    return replace(share, block_table=table), Staging(runs_N3, int(firsts[-1]))
 
 
 def _runs(host: Int64s, device: Int64s) -> Int64s:
     if not len(host):
-        return NOTHING_STAGED
+        return NOTHING_STAGED.runs_N3
     breaks = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
     begins = np.concatenate([[0], breaks])
     counts = np.diff(np.concatenate([begins, [len(host)]]))

@@ -261,11 +261,11 @@ class StreamedMemory:
     def stage_kv(self, task: Task, state: StreamedState) -> Copies:
         micro_batch = state.micro_batch(task)
         staged, cache = self._staged(task), self._cache(task)
-        runs_N3, num_blocks = micro_batch.staging_runs_N3, micro_batch.num_staged_blocks
+        staging = micro_batch.staging
         if self._decoder(state).is_windowed(task.layer):
-            runs_N3, num_blocks = micro_batch.window_runs_N3, micro_batch.num_window_blocks
-        copies = Copies.of_runs(staged, cache, runs_N3, is_pinned=self.is_cache_pinned)
-        return self._writing(task, state, copies, staged[:num_blocks])
+            staging = micro_batch.window_staging
+        copies = Copies.of_runs(staged, cache, staging.runs_N3, is_pinned=self.is_cache_pinned)
+        return self._writing(task, state, copies, staged[: staging.num_blocks])
 
     def attend_on_device(self, task: Task, state: StreamedState) -> None:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)

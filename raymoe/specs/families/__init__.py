@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     **COMPRESSED_FAMILIES,
 }
 # Whose classes the tests compare every family with.
-TESTED_WITH = "transformers 5.23.0"
+TESTED_WITH = "transformers 5.24.0"
 # Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
 # "reuses the DeepSeekV3CausalLM architecture"); MiniMax-M3 without images is its text part.
 # EXAONE-4.5's text part had a name of its own at first.

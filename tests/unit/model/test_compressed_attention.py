@@ -83,7 +83,7 @@ def layers_of(kind: str) -> tuple[theirs.DeepseekV4Attention, CompressedAttentio
 
 
 def _attention(kind: str, loader: Loader, rotary: Rotary) -> CompressedAttention:
-    return CompressedAttention(spec_of(kind), loader, "", rotary=rotary, host_rotary=rotary)
+    return CompressedAttention(spec_of(kind), loader, "", (rotary, rotary))
 
 
 def attended_by_theirs(layer: theirs.DeepseekV4Attention, hidden_TH: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def test_decoding_sequences_are_shared_and_prompts_go_to_the_device() -> None:
 def test_what_the_device_has_no_room_for_attends_on_the_host() -> None:
     (micro_batch,) = cut([(1, 63)] * 6, 1, fraction=0.0, blocks=7).micro_batches
     assert len(micro_batch.device) == 3  # two blocks each
-    assert micro_batch.num_staged_blocks == 6
+    assert micro_batch.staging.num_blocks == 6
 
 
 def test_only_blocks_with_earlier_tokens_are_staged() -> None:
@@ -95,7 +95,7 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
     table = micro_batch.staged.block_table
     staged = {
         device + index: host + index
-        for host, device, count in micro_batch.staging_runs_N3.tolist()
+        for host, device, count in micro_batch.staging.runs_N3.tolist()
         for index in range(count)
     }
     for sequence, context in enumerate(contexts):
@@ -109,7 +109,7 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
                 int(micro_batch.device.block_table[sequence, block]),
             )
             assert staged.get(ours) == (theirs if block < past_blocks else None)
-    assert micro_batch.num_staged_blocks == 3 + 2 + 2
+    assert micro_batch.staging.num_blocks == 3 + 2 + 2
 
 
 @given(SEQUENCES, st.integers(1, 200), st.booleans())
@@ -129,7 +129,7 @@ def test_blocks_behind_a_window_are_not_staged(
     assert source is not None
     staged = {
         device + index: host + index
-        for host, device, count in micro_batch.window_runs_N3.tolist()
+        for host, device, count in micro_batch.window_staging.runs_N3.tolist()
         for index in range(count)
     }
     used: list[int] = []
@@ -142,7 +142,7 @@ def test_blocks_behind_a_window_are_not_staged(
             assert staged.pop(places[block]) == source[row, block]
         used += places[behind:]
     assert not staged, "staged, and not in a window"
-    assert used == list(range(micro_batch.num_window_blocks))
+    assert used == list(range(micro_batch.window_staging.num_blocks))
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
