@@ -119,6 +119,17 @@ _COHERE2 = dataclasses.replace(
     window_step="sliding_window_pattern",
     has_layer_types=True,
 )
+_GRANITE_SWA = Family(
+    architecture="GraniteSWAForCausalLM",
+    rope=RopeRule(thetas_by_layer="layer_rope_theta"),
+    scale="attention_multiplier",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    sinks="all",
+    windowed_layers="named",
+    has_layer_types=True,
+    multipliers=_GRANITE,
+)
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _GATED_DELTA,
     "qwen3_5_moe_text": dataclasses.replace(
@@ -715,32 +726,14 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             sparse_layers="stepped",
         ),
     ),
-    "granitemoe_swa": Family(
+    "granitemoe_swa": dataclasses.replace(
+        _GRANITE_SWA,
         architecture="GraniteMoeSWAForCausalLM",
-        rope=RopeRule(thetas_by_layer="layer_rope_theta"),
-        scale="attention_multiplier",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        sinks="all",
-        windowed_layers="named",
-        has_layer_types=True,
         moe=MoeRule(
             num_experts="num_local_experts",
             expert_hidden="intermediate_size",
             shared=SharedRule(hidden="shared_intermediate_size"),
         ),
-        multipliers=_GRANITE,
     ),
-    "granite_swa": Family(
-        architecture="GraniteSWAForCausalLM",
-        rope=RopeRule(thetas_by_layer="layer_rope_theta"),
-        scale="attention_multiplier",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        sinks="all",
-        windowed_layers="named",
-        has_layer_types=True,
-        multipliers=_GRANITE,
-    ),
+    "granite_swa": dataclasses.replace(_GRANITE_SWA, mlp_bias="mlp_bias"),
 }

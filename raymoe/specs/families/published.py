@@ -408,8 +408,7 @@ def _bailing_hybrid(config: dict[str, object], values: Mapping[str, object]) -> 
     num_layers, size = _num_layers(values), values.get("moe_intermediate_size")
     step = integer("layer_group_size", values.get("layer_group_size"), minimum=1)
     if config.get("layer_types") is None:
-        kinds = [FULL if (i + 1) % step == 0 else LINEAR for i in range(num_layers)]
-        config["layer_types"] = kinds
+        config["layer_types"] = _all_but_nth(step, num_layers, FULL, LINEAR)
     if config.get("linear_head_dim") is None:
         config["linear_head_dim"] = values.get("head_dim")
         config["head_dim"] = values.get("qk_rope_head_dim")
@@ -486,7 +485,7 @@ def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[
     that is null its default, unless `safe_gate` says no.
     """
     nested, num_layers = config.pop("linear_attn_config", None), _num_layers(values)
-    found = config.get("layer_types") or [LINEAR if i % 4 < 3 else FULL for i in range(num_layers)]
+    found = config.get("layer_types") or _all_but_nth(4, num_layers, FULL, LINEAR)
     config["layer_types"] = found
     if config.get("mlp_layer_types") is None:
         config["mlp_layer_types"] = ([DENSE] * 3 + [SPARSE] * num_layers)[:num_layers]
@@ -532,9 +531,8 @@ def _deepseek_v4(config: dict[str, object], values: Mapping[str, object]) -> dic
         count = integer("num_hash_layers", 3 if num_by_token is None else num_by_token, minimum=0)
         kinds = [BY_TOKEN] * count + [SCORED] * num_layers
         config["mlp_layer_types"] = kinds[:num_layers]
-    rates = {OVERLAPPING: 4, COMPRESSED: 128}
     if config.get("compress_rates") is None:
-        config["compress_rates"] = rates
+        config["compress_rates"] = {kind: rate for rate, kind in _KINDS_OF_RATIOS.items() if rate}
     return _with_two_ropes(config, values)
 
 
@@ -643,12 +641,15 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
+    "bailing_hybrid": _bailing_hybrid,
     "cohere2": _cohere2,
     "cohere_compass_text": _cohere_compass,
-    "exaone4": _exaone4,
-    "bailing_hybrid": _bailing_hybrid,
-    "glm5_next_text": _glm5_next,
     "deepseek_v4": _deepseek_v4,
+    "exaone4": _exaone4,
+    "flint": _flint,
+    "glm5_next_text": _glm5_next,
+    "granite_swa": _granite_swa,
+    "granitemoe_swa": _granite_swa,
     "granitemoehybrid": _granitemoehybrid,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
@@ -659,10 +660,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
+    "sarvam_mla": _sarvam_mla,
     "smollm3": _smollm3,
     "step3p5": _step3p5,
-    "flint": _flint,
-    "granite_swa": _granite_swa,
-    "granitemoe_swa": _granite_swa,
-    "sarvam_mla": _sarvam_mla,
 }
