@@ -148,7 +148,8 @@ void run_append(const Call& call, int64_t sequence, int64_t kv_head, int64_t fir
 /// Attention of a call for `run_attention`.
 class GroupedAttention {
  public:
-  explicit GroupedAttention(const Call& call) : call_(call) {}
+  GroupedAttention(const Call& call, const SharedPrefixes& prefixes)
+      : call_(call), prefixes_(prefixes) {}
 
   int64_t head_dim() const { return call_.shape.value_dim; }
   int64_t num_rows(const AttentionItem& item) const { return item.num_tokens * call_.shape.group; }
@@ -159,13 +160,36 @@ class GroupedAttention {
     return attention_scratch_floats(rows, call_.shape.head_dim);
   }
 
+  int64_t num_rows(const PrefixTile& tile) const { return tile.num_tokens * call_.shape.group; }
+
   void attend(const AttentionItem& item, int64_t split, NextSplit next,
               const AttentionState& state, float* scratch) const {
     AttentionTile tile = tile_of(item);
     set_next(next, tile);
-    if (split == item.first_split && appends(item))
+    if (split == first_own_split(item) && appends(item))
       run_append(call_, item.sequence, item.kv_head, 0, 1);
-    call_.kernel.attend(tile, split, state, scratch);
+    const int64_t num_done = prefixes_.num_blocks(item.sequence);
+    BlockRange range = range_in_split(split, num_done, tile.last_position() / kBlockTokens + 1);
+    range.first = std::max(range.first, tile.first_visible() / kBlockTokens);
+    range.ends = true;
+    call_.kernel.attend(tile, range, state, scratch);
+  }
+
+  /// What several sequences share.
+  void attend(const PrefixTile& part, const int32_t* tokens, const AttentionState& state,
+              float* scratch) const {
+    const AttentionShape& shape = call_.shape;
+    AttentionTile tile;
+    tile.shape = &shape;
+    tile.query = call_.query + part.kv_head * shape.group * shape.head_dim * call_.query_size;
+    tile.tokens = tokens + part.first_token;
+    tile.cache = call_.cache_of(part.kv_head);
+    tile.block_table = call_.table_of(part.sequence);
+    tile.num_tokens = part.num_tokens;
+    for (const void*& keys : tile.next_keys)
+      keys = call_.cache_of(part.kv_head) +
+             tile.block_table[part.blocks.first] * shape.block_stride * call_.cache_size;
+    call_.kernel.attend(tile, part.blocks, state, scratch);
   }
 
   void store(const AttentionItem& item, const AttentionState& state) const {
@@ -216,31 +240,40 @@ class GroupedAttention {
     return tile;
   }
 
+  /// The first split that is not wholly shared with others.
+  int64_t first_own_split(const AttentionItem& item) const {
+    return std::max(item.first_split, prefixes_.num_blocks(item.sequence) / kSplitBlocks);
+  }
+
   /// Tells the tile what its thread reads next.
   void set_next(NextSplit next, AttentionTile& tile) const {
     const int64_t visible = call_.step.first_visible(first_position(next.item));
-    const int64_t first = std::max(visible, next.split * kSplitTokens);
+    const int64_t first = std::max({visible, next.split * kSplitTokens,
+                                    prefixes_.num_blocks(next.item.sequence) * kBlockTokens});
     const int64_t last_block = last_position(next.item) / kBlockTokens;
     for (int64_t i = 0; i < kChunkBlocks; ++i)
       tile.next_keys[i] = keys_of(next.item, std::min(first / kBlockTokens + i, last_block));
-    const bool is_append = next.split == next.item.first_split && appends(next.item);
+    const bool is_append = next.split <= first_own_split(next.item) && appends(next.item);
     tile.next_append = is_append ? keys_of(next.item, last_block) : nullptr;
   }
 
   const Call& call_;
+  const SharedPrefixes& prefixes_;
 };
 
 void run_call(const Call& call) {
   thread_local AttentionPlan plan;
   const auto pool = worker_pool();
-  plan.build(call.step, pool->num_threads());
+  plan.build(call.step, pool->num_threads(), true);
   // The lambda runs on other threads: a thread_local name would be theirs, so bind a reference.
   const std::vector<AppendItem>& appends = plan.appends();
   pool->for_each(static_cast<int64_t>(appends.size()), 1, [&](int, int64_t index) {
     const AppendItem& item = appends[static_cast<size_t>(index)];
     run_append(call, item.sequence, item.kv_head, item.first_token, item.num_tokens);
   });
-  run_attention(plan, *pool, GroupedAttention(call));
+  const GroupedAttention operation(call, plan.prefixes());
+  run_prefixes(plan.prefixes(), *pool, operation);
+  run_attention(plan, *pool, operation);
 }
 
 /// [T, heads, `dim`] with both inner dimensions contiguous.

@@ -142,7 +142,6 @@ struct TileWork {
   const AttentionTile& tile;
   const AttentionState& state;
   typename Dot::A* query;  // [rows][head_dim]
-  float* sums;             // [rows][kLanes]: the sum of a row, one part for each lane
 };
 
 /// Up to 4 consecutive blocks of one chunk.
@@ -251,16 +250,24 @@ void add_values(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row,
   }
 }
 
+/// Blocks of the chunk that some of `count` rows from `row` on see.
+template <typename Dot>
+Range seen_blocks(const AttentionTile& tile, const Chunk<Dot>& chunk, int64_t row, int64_t count) {
+  if (tile.tokens != nullptr) return {0, chunk.num_blocks};
+  const AttentionShape& shape = *tile.shape;
+  const int64_t first_token = tile.first_position + row / shape.group;
+  const int64_t last_token = tile.first_position + (row + count - 1) / shape.group;
+  const int64_t visible = larger(first_token - shape.window + 1, 0);
+  return {larger(visible / kBlockTokens - chunk.first_block, 0),
+          smaller(last_token / kBlockTokens - chunk.first_block + 1, chunk.num_blocks)};
+}
+
 /// One chunk for rows [row, row + kRows).
 template <typename Dot, int kRows>
 void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row) {
   const AttentionTile& tile = work.tile;
   const AttentionShape& shape = *tile.shape;
-  const int64_t first_token = tile.first_position + row / shape.group;
-  const int64_t last_token = tile.first_position + (row + kRows - 1) / shape.group;
-  const int64_t visible = larger(first_token - shape.window + 1, 0);
-  const int64_t begin = larger(visible / kBlockTokens - chunk.first_block, 0);
-  const int64_t end = smaller(last_token / kBlockTokens - chunk.first_block + 1, chunk.num_blocks);
+  const auto [begin, end] = seen_blocks(tile, chunk, row, kRows);
   if (begin >= end) return;
   const int64_t count = (end - begin) * kBlockTokens;
   alignas(64) float scores[kRows * kChunkTokens];
@@ -272,9 +279,10 @@ void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row
     const int64_t position = tile.first_position + (row + i) / shape.group;
     const int64_t first = larger(position - shape.window + 1, 0) - origin;
     const int64_t last = position - origin;
-    if (first > 0 || last < count - 1) mask_row(scores + i * kChunkTokens, count, first, last);
+    if (tile.tokens == nullptr && (first > 0 || last < count - 1))
+      mask_row(scores + i * kChunkTokens, count, first, last);
     factors[i] = softmax_row<Dot>(scores + i * kChunkTokens, count, shape.scale_log2e,
-                                  work.state.max + row + i, work.sums + (row + i) * Vector::kLanes,
+                                  work.state.max + row + i, work.state.parts + (row + i) * kSumParts,
                                   weights + i * kChunkTokens);
   }
   add_values<Dot, kRows>(work, chunk, row, {begin, end}, weights, factors);
@@ -394,40 +402,46 @@ inline void pack_row(const Q* from, int64_t count, float* to) {
 }
 
 template <typename Dot, typename Q>
-void start(const TileWork<Dot>& work) {
-  const AttentionShape& shape = *work.tile.shape;
+void pack_queries(const TileWork<Dot>& work) {
+  const AttentionTile& tile = work.tile;
+  const AttentionShape& shape = *tile.shape;
   const int64_t width = shape.group * shape.head_dim;
-  for (int64_t token = 0; token < work.tile.num_tokens; ++token)
-    pack_row(static_cast<const Q*>(work.tile.query) + token * shape.query_stride, width,
-             work.query + token * width);
-  const int64_t rows = work.tile.num_rows();
-  const int64_t out_size = rows * padded_head_dim(shape.value_dim);
-  for (int64_t i = 0; i < rows; ++i) work.state.max[i] = -__builtin_inff();
-  for (int64_t i = 0; i < rows * Vector::kLanes; ++i) work.sums[i] = 0;
-  for (int64_t i = 0; i < out_size; ++i) work.state.out[i] = 0;
+  for (int64_t i = 0; i < tile.num_tokens; ++i) {
+    const int64_t token = tile.tokens == nullptr ? i : tile.tokens[i];
+    pack_row(static_cast<const Q*>(tile.query) + token * shape.query_stride, width,
+             work.query + i * width);
+  }
+}
+
+inline void clear_sums(const AttentionTile& tile, const AttentionState& state) {
+  const int64_t rows = tile.num_rows();
+  const int64_t out_size = rows * padded_head_dim(tile.shape->value_dim);
+  for (int64_t i = 0; i < rows; ++i) state.max[i] = -__builtin_inff();
+  for (int64_t i = 0; i < rows * kSumParts; ++i) state.parts[i] = 0;
+  for (int64_t i = 0; i < out_size; ++i) state.out[i] = 0;
 }
 
 template <typename Dot, typename Q>
-void attend(const AttentionTile& tile, int64_t split, const AttentionState& state, float* scratch) {
+void attend(const AttentionTile& tile, const BlockRange& range, const AttentionState& state,
+            float* scratch) {
   const int64_t rows = tile.num_rows();
-  const TileWork<Dot> work{
-      tile, state, reinterpret_cast<typename Dot::A*>(scratch + rows * Vector::kLanes), scratch};
-  start<Dot, Q>(work);
-  constexpr int64_t split_blocks = kSplitTokens / kBlockTokens;
-  const int64_t last = smaller(tile.last_position() / kBlockTokens + 1, (split + 1) * split_blocks);
-  int64_t block = larger(tile.first_visible() / kBlockTokens, split * split_blocks);
-  while (block < last) {
-    const int64_t end = smaller(last, (block / kChunkBlocks + 1) * kChunkBlocks);
+  const TileWork<Dot> work{tile, state, reinterpret_cast<typename Dot::A*>(scratch)};
+  pack_queries<Dot, Q>(work);
+  if (range.begins) clear_sums(tile, state);
+  int64_t block = range.first;
+  while (block < range.end) {
+    const int64_t end = smaller(range.end, (block / kChunkBlocks + 1) * kChunkBlocks);
     Path path;
-    Chunk<Dot> chunk = make_chunk<Dot>(tile, block, end, last, path);
+    Chunk<Dot> chunk = make_chunk<Dot>(tile, block, end, range.end, path);
     for (int64_t row = 0; row < rows; row += Vector::kMaxRows) {
       attend_some_rows(work, chunk, row, smaller(rows - row, Vector::kMaxRows));
       chunk.path = nullptr;  // what the first rows have prefetched is there for the others
     }
     block = end;
   }
-  for (int64_t row = 0; row < rows; ++row)
-    state.sum[row] = Vector::reduce_add(Vector::load(work.sums + row * Vector::kLanes));
+  if (range.ends)
+    for (int64_t row = 0; row < rows; ++row)
+      state.sum[row] = Vector::reduce_add(Vector::load(state.parts + row * kSumParts));
 }
 
 template <typename Q>
@@ -488,20 +502,22 @@ float value_at(const C* values, int64_t dim, int64_t token, int64_t d) {
   return to_float(values[value_offset(token, d - in_tile, dim, pair) + in_tile * pair]);
 }
 
-/// One row over positions [begin, end): scores, their maximum, exponentials, weighted sum.
+/// One row over positions [begin, end) of a chunk: scores, their maximum, exponentials, weighted sum.
 template <typename Q, typename C>
 void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t end,
                 const AttentionState& state) {
   const AttentionShape& shape = *tile.shape;
-  const int64_t dim = shape.head_dim;
-  const Q* query = static_cast<const Q*>(tile.query) + row / shape.group * shape.query_stride +
-                   row % shape.group * dim;
+  const int64_t dim = shape.head_dim, value_dim = shape.value_dim;
+  const int64_t index = row / shape.group;
+  const int64_t token = tile.tokens == nullptr ? index : tile.tokens[index];
+  const Q* query =
+      static_cast<const Q*>(tile.query) + token * shape.query_stride + row % shape.group * dim;
   const auto keys_of = [&](int64_t position) {
     return static_cast<const C*>(tile.cache) +
            tile.block_table[position / kBlockTokens] * shape.block_stride;
   };
-  float scores[kSplitTokens];
-  float max = -std::numeric_limits<float>::infinity();
+  float scores[kChunkTokens];
+  float max = state.max[row];
   for (int64_t position = begin; position < end; ++position) {
     const C* keys = keys_of(position);
     float score = 0;
@@ -510,10 +526,10 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
     scores[position - begin] = score * shape.scale_log2e;
     max = std::max(max, scores[position - begin]);
   }
-  float sum = 0;
-  const int64_t value_dim = shape.value_dim;
+  const float factor = std::exp2(state.max[row] - max);
+  float sum = state.sum[row] * factor;
   float* out = state.out + row * padded_head_dim(value_dim);
-  std::fill(out, out + value_dim, 0.0f);
+  for (int64_t d = 0; d < value_dim; ++d) out[d] *= factor;
   for (int64_t position = begin; position < end; ++position) {
     const C* values = keys_of(position) + shape.values_begin();
     const float weight = std::exp2(scores[position - begin] - max);
@@ -526,15 +542,26 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
 }
 
 template <typename Q, typename C>
-void attend(const AttentionTile& tile, int64_t split, const AttentionState& state, float*) {
-  const int64_t group = tile.shape->group;
-  const int64_t window = tile.shape->window;
+void attend(const AttentionTile& tile, const BlockRange& range, const AttentionState& state,
+            float*) {
+  const AttentionShape& shape = *tile.shape;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
-    const int64_t position = tile.first_position + row / group;
-    const int64_t visible = position < window ? 0 : position - window + 1;
-    const int64_t begin = std::max(visible, split * kSplitTokens);
-    const int64_t end = std::min(position + 1, (split + 1) * kSplitTokens);
-    attend_row<Q, C>(tile, row, begin, end, state);
+    if (range.begins) {
+      float* out = state.out + row * padded_head_dim(shape.value_dim);
+      state.max[row] = -std::numeric_limits<float>::infinity();
+      state.sum[row] = 0;
+      std::fill(out, out + shape.value_dim, 0.0f);
+    }
+    int64_t begin = range.first * kBlockTokens, end = range.end * kBlockTokens;
+    if (tile.tokens == nullptr) {
+      const int64_t position = tile.first_position + row / shape.group;
+      begin = std::max(begin, position - shape.window + 1);
+      end = std::min(end, position + 1);
+    }
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, (begin / kChunkTokens + 1) * kChunkTokens);
+      attend_row<Q, C>(tile, row, begin, next, state);
+    }
   }
 }
 

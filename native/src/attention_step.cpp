@@ -101,7 +101,8 @@ float checked_scale_log2e(double scale) {
   return static_cast<float>(scale * kLog2E);
 }
 
-void AttentionPlan::build(const AttentionStep& step, int num_threads) {
+void AttentionPlan::build(const AttentionStep& step, int num_threads, bool shares) {
+  candidates_.clear();
   appends_.clear();
   items_.clear();
   small_.clear();
@@ -112,6 +113,8 @@ void AttentionPlan::build(const AttentionStep& step, int num_threads) {
   expensive_cost_ = total / (32 * num_threads);
   for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence)
     add_sequence(step, sequence);
+  if (!shares) candidates_.clear();
+  prefixes_.find(step, candidates_);
   std::sort(expensive_.begin(), expensive_.end(),
             [](const Expensive& a, const Expensive& b) { return a.cost > b.cost; });
   for (const Expensive& expensive : expensive_) items_.push_back(expensive.item);
@@ -120,6 +123,8 @@ void AttentionPlan::build(const AttentionStep& step, int num_threads) {
 
 void AttentionPlan::add_sequence(const AttentionStep& step, int64_t sequence) {
   const int64_t num_tokens = step.num_tokens(sequence);
+  // One tile with a part of its rows: a full one has nothing to gain.
+  bool is_candidate = num_tokens > 0 && num_tokens < max_tile_tokens(step.group);
   for (int64_t head = 0; head < step.num_kv_heads; ++head) {
     AttentionItem tile{};
     tile.sequence = static_cast<int32_t>(sequence);
@@ -131,19 +136,23 @@ void AttentionPlan::add_sequence(const AttentionStep& step, int64_t sequence) {
     for_each_tile(step, sequence, [&](int64_t first, int64_t count, int64_t cost) {
       tile.first_token = first;
       tile.num_tokens = count;
-      add_tile(step, tile, cost);
+      is_candidate &= add_tile(step, tile, cost);
     });
   }
+  if (is_candidate) candidates_.push_back(static_cast<int32_t>(sequence));
 }
 
-void AttentionPlan::add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost) {
+bool AttentionPlan::add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost) {
   const int64_t position = step.first_position(tile.sequence) + tile.first_token;
   tile.first_split = step.first_visible(position) / kSplitTokens;
   tile.last_split = (position + tile.num_tokens - 1) / kSplitTokens;
   tile.shared = tile.part = -1;
   max_rows_ = std::max(max_rows_, tile.num_tokens * step.group);
   const int64_t num_splits = tile.last_split - tile.first_split + 1;
-  if (num_splits == 1 || cost <= split_cost_) return add_item(tile, cost);
+  if (num_splits == 1 || cost <= split_cost_) {
+    add_item(tile, cost);
+    return true;
+  }
   AttentionItem item = tile;
   item.shared = num_shared_++;
   item.num_parts = num_splits;
@@ -152,6 +161,7 @@ void AttentionPlan::add_tile(const AttentionStep& step, AttentionItem tile, int6
     item.part = num_parts_++;
     add_item(item, cost / num_splits);
   }
+  return false;
 }
 
 void AttentionPlan::add_item(const AttentionItem& item, int64_t cost) {

@@ -13,6 +13,7 @@
 #include "raymoe/attention.h"
 #include "raymoe/tensor_view.h"
 #include "raymoe/worker_pool.h"
+#include "shared_prefixes.h"
 
 namespace raymoe {
 
@@ -78,12 +79,15 @@ struct AppendItem {
 /// Reused from call to call, so that planning allocates nothing in the steady state.
 class AttentionPlan {
  public:
-  void build(const AttentionStep& step, int num_threads);
+  /// With `shares`, sequences share what their contexts have in common.
+  void build(const AttentionStep& step, int num_threads, bool shares = false);
 
   /// To be done before the items: sequences with one token append within their item.
   const std::vector<AppendItem>& appends() const { return appends_; }
   /// The few expensive ones first, in falling order of cost, so that no thread ends late.
   const std::vector<AttentionItem>& items() const { return items_; }
+  /// To be attended to before the items.
+  SharedPrefixes& prefixes() { return prefixes_; }
   int64_t num_shared() const { return num_shared_; }
   int64_t num_parts() const { return num_parts_; }
   int64_t max_rows() const { return max_rows_; }
@@ -95,9 +99,12 @@ class AttentionPlan {
   };
 
   void add_sequence(const AttentionStep& step, int64_t sequence);
-  void add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost);
+  /// Returns whether the tile stays whole.
+  bool add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost);
   void add_item(const AttentionItem& item, int64_t cost);
 
+  SharedPrefixes prefixes_;
+  std::vector<int32_t> candidates_;
   std::vector<AppendItem> appends_;
   std::vector<AttentionItem> items_;
   std::vector<AttentionItem> small_;
@@ -112,11 +119,12 @@ class AttentionPlan {
 inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 inline int64_t state_floats(int64_t rows, int64_t head_dim) {
-  return padded_rows(2 * padded_rows(rows) + rows * padded_head_dim(head_dim));
+  return padded_rows((2 + kSumParts) * padded_rows(rows) + rows * padded_head_dim(head_dim));
 }
 
 inline AttentionState state_at(float* data, int64_t rows) {
-  return {data, data + padded_rows(rows), data + 2 * padded_rows(rows)};
+  const int64_t padded = padded_rows(rows);
+  return {data, data + padded, data + 2 * padded, data + (2 + kSumParts) * padded};
 }
 
 /// What a worker does after a split: the next one that it will work on.
@@ -151,24 +159,35 @@ void run_part(const Operation& operation, const SharedTiles& shared, const Atten
   operation.store(item, total);
 }
 
+/// All splits of a tile, but for what `prefixes` has of them.
 template <typename Operation>
-void run_whole(const Operation& operation, const AttentionItem& item, const AttentionItem& next,
-               float* states, float* scratch) {
+void run_whole(const Operation& operation, const SharedPrefixes& prefixes,
+               const AttentionItem& item, const AttentionItem& next, float* states,
+               float* scratch) {
   const int64_t rows = operation.num_rows(item), dim = operation.head_dim();
-  const AttentionState total = state_at(states, rows);
-  const AttentionState part = state_at(states + state_floats(rows, dim), rows);
+  const int64_t num_done = prefixes.num_blocks(item.sequence);
+  AttentionState total{};
   for (int64_t split = item.first_split; split <= item.last_split; ++split) {
     const bool is_first = split == item.first_split, is_last = split == item.last_split;
     const NextSplit after =
         is_last ? NextSplit{next, next.first_split} : NextSplit{item, split + 1};
-    operation.attend(item, split, after, is_first ? total : part, scratch);
-    if (!is_first) merge_attention(total, part, rows, dim);
+    const AttentionState state =
+        split * kSplitBlocks < num_done
+            ? prefixes.state(item.sequence, item.kv_head, split)
+            : state_at(states + (is_first ? 0 : state_floats(rows, dim)), rows);
+    if (num_done < (split + 1) * kSplitBlocks)
+      operation.attend(item, split, after, state, scratch);
+    if (is_first)
+      total = state;
+    else
+      merge_attention(total, state, rows, dim);
   }
   operation.store(item, total);
 }
 
 template <typename Operation>
-void run_item(const Operation& operation, const SharedTiles& shared, const AttentionItem& item,
+void run_item(const Operation& operation, const SharedTiles& shared,
+              const SharedPrefixes& prefixes, const AttentionItem& item,
               const AttentionItem& next) {
   thread_local Scratch memory;
   const int64_t rows = operation.num_rows(item);
@@ -178,7 +197,23 @@ void run_item(const Operation& operation, const SharedTiles& shared, const Atten
   if (item.part >= 0)
     run_part(operation, shared, item, next, data);
   else
-    run_whole(operation, item, next, data, data + states);
+    run_whole(operation, prefixes, item, next, data, data + states);
+}
+
+/// What sequences share, run after run.
+template <typename Operation>
+void run_prefixes(SharedPrefixes& prefixes, WorkerPool& pool, const Operation& operation) {
+  thread_local Scratch states;
+  const int64_t floats = prefixes.state_floats(operation.head_dim());
+  prefixes.set_memory(static_cast<float*>(states.reserve(floats * int64_t{sizeof(float)})));
+  for (const std::vector<PrefixTile>& tiles : prefixes.tiles())
+    pool.for_each(static_cast<int64_t>(tiles.size()), 1, [&](int, int64_t index) {
+      thread_local Scratch memory;
+      const PrefixTile& tile = tiles[static_cast<size_t>(index)];
+      const int64_t scratch = operation.scratch_floats(operation.num_rows(tile));
+      operation.attend(tile, prefixes.tokens(), prefixes.state(tile),
+                       static_cast<float*>(memory.reserve(scratch * int64_t{sizeof(float)})));
+    });
 }
 
 /// Works off the items of a plan on all workers. An operation has
@@ -186,10 +221,11 @@ void run_item(const Operation& operation, const SharedTiles& shared, const Atten
 ///     head_dim()                                    floats of a row of its sums
 ///     num_rows(item), first_split(item)             of the item's tile
 ///     scratch_floats(rows)
-///     attend(item, split, next, state, scratch)     overwrites `state` with the sums of one split
+///     attend(item, split, next, state, scratch)     the sums of one split; of blocks that it shares
+///                                                   with others `state` has them already
 ///     store(item, state)                            writes the result of all splits
 template <typename Operation>
-void run_attention(const AttentionPlan& plan, WorkerPool& pool, const Operation& operation) {
+void run_attention(AttentionPlan& plan, WorkerPool& pool, const Operation& operation) {
   thread_local Scratch parts;
   thread_local std::vector<std::atomic<int64_t>> unfinished;
   const auto num_shared = static_cast<size_t>(plan.num_shared());
@@ -209,7 +245,7 @@ void run_attention(const AttentionPlan& plan, WorkerPool& pool, const Operation&
     int64_t index = unclaimed.fetch_add(1, std::memory_order_relaxed);
     while (index < num_items) {
       const int64_t next = unclaimed.fetch_add(1, std::memory_order_relaxed);
-      run_item(operation, shared, items[static_cast<size_t>(index)],
+      run_item(operation, shared, plan.prefixes(), items[static_cast<size_t>(index)],
                items[static_cast<size_t>(std::min(next, num_items - 1))]);
       index = next;
     }

@@ -40,6 +40,22 @@ constexpr int64_t value_offset(int64_t token, int64_t column, int64_t value_dim,
 constexpr int64_t kChunkBlocks = 4;
 constexpr int64_t kChunkTokens = kChunkBlocks * kBlockTokens;
 constexpr int64_t kSplitTokens = 1024;
+constexpr int64_t kSplitBlocks = kSplitTokens / kBlockTokens;
+
+/// Blocks [first, end) of a context, all of one split. The sums of a split can be had in several
+/// ranges, one after the other.
+struct BlockRange {
+  int64_t first = 0;
+  int64_t end = 0;
+  bool begins = true;  // sums start here; otherwise they go on
+  bool ends = true;    // nothing of the split is left
+};
+
+/// The part of the blocks [begin, end) that lies in a split; the rest of the split comes apart.
+inline BlockRange range_in_split(int64_t split, int64_t begin, int64_t end) {
+  const int64_t first = split * kSplitBlocks, next = first + kSplitBlocks;
+  return {begin > first ? begin : first, end < next ? end : next, begin <= first, end >= next};
+}
 
 /// Elements that lie together because one dot-product step multiplies them together.
 template <typename T>
@@ -63,11 +79,13 @@ struct AttentionShape {
   int64_t values_begin() const { return kBlockTokens * head_dim; }
 };
 
-/// Consecutive query tokens of one sequence for the query heads of one KV head. Row r is token
-/// r / group, head r % group.
+/// Query tokens for the query heads of one KV head: consecutive ones of one sequence, or tokens of
+/// several sequences that all see the whole of the same blocks. Row r is token r / group, head
+/// r % group.
 struct AttentionTile {
   const AttentionShape* shape = nullptr;
   const void* query = nullptr;           // first token, first head of the group
+  const int32_t* tokens = nullptr;       // of several sequences: tokens, counted from `query`
   void* out = nullptr;                   // same place of the output
   const void* cache = nullptr;           // block 0 of this KV head
   const int32_t* block_table = nullptr;  // of this sequence
@@ -86,28 +104,36 @@ struct AttentionTile {
   }
 };
 
-/// Softmax sums of the rows of a tile. `out` is not yet divided by `sum`; its rows are padded to
-/// `padded_head_dim` floats, and everything is 64-byte aligned.
-struct AttentionState {
-  float* max = nullptr;  // of scale_log2e * score, [rows]
-  float* sum = nullptr;  // [rows]
-  float* out = nullptr;  // [rows][padded_head_dim]
-};
-
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+/// The widest vector, in floats: a row's sum has so many parts until its split ends.
+constexpr int64_t kSumParts = 16;
+
+/// Softmax sums of the rows of a tile. `out` is not yet divided by `sum`; its rows are padded to
+/// `padded_head_dim` floats.
+struct AttentionState {
+  float* max = nullptr;    // of scale_log2e * score, [rows]
+  float* sum = nullptr;    // [rows], when a split has ended
+  float* parts = nullptr;  // [rows][kSumParts], until then
+  float* out = nullptr;    // [rows][padded_head_dim]
+
+  AttentionState rows_from(int64_t row, int64_t head_dim) const {
+    return {max + row, sum + row, parts + row * kSumParts, out + row * padded_head_dim(head_dim)};
+  }
+};
 
 /// Maximum of the rows of a tile: as many as keep its state and scores near the core.
 constexpr int64_t kAttentionRows = 64;
 
 /// Floats of scratch that `attend` needs for `rows` rows.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
-  return rows * (padded_head_dim(head_dim) + 16);
+  return rows * padded_head_dim(head_dim);
 }
 
 /// Kernels of one instruction set and one pair of query and cache types.
 struct AttentionKernel {
-  /// Overwrites `state` with the sums of the tile over positions of split `split` only.
-  void (*attend)(const AttentionTile& tile, int64_t split, const AttentionState& state,
+  /// Adds the sums of the tile over a range of one split to `state`.
+  void (*attend)(const AttentionTile& tile, const BlockRange& range, const AttentionState& state,
                  float* scratch) = nullptr;
   /// Writes state.out / state.sum to tile.out, rounded to nearest even.
   void (*store)(const AttentionTile& tile, const AttentionState& state) = nullptr;
