@@ -129,10 +129,7 @@ void AttentionPlan::add_sequence(const AttentionStep& step, int64_t sequence) {
     AttentionItem tile{};
     tile.sequence = static_cast<int32_t>(sequence);
     tile.kv_head = static_cast<int32_t>(head);
-    if (num_tokens > 1)
-      for (int64_t first = 0; first < num_tokens; first += kAppendTokens)
-        appends_.push_back(
-            {tile.sequence, tile.kv_head, first, std::min(kAppendTokens, num_tokens - first)});
+    if (num_tokens > 1) add_appends(step, tile);
     for_each_tile(step, sequence, [&](int64_t first, int64_t count, int64_t cost) {
       tile.first_token = first;
       tile.num_tokens = count;
@@ -140,6 +137,16 @@ void AttentionPlan::add_sequence(const AttentionStep& step, int64_t sequence) {
     });
   }
   if (is_candidate) candidates_.push_back(static_cast<int32_t>(sequence));
+}
+
+/// Items end where blocks do: who begins a block clears the rest of it.
+void AttentionPlan::add_appends(const AttentionStep& step, const AttentionItem& tile) {
+  const int64_t num_tokens = step.num_tokens(tile.sequence);
+  const int64_t in_block = step.first_position(tile.sequence) % kBlockTokens;
+  for (int64_t first = 0, end; first < num_tokens; first = end) {
+    end = std::min(num_tokens, first + kAppendTokens - (first == 0 ? in_block : 0));
+    appends_.push_back({tile.sequence, tile.kv_head, first, end - first});
+  }
 }
 
 bool AttentionPlan::add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost) {

@@ -99,6 +99,7 @@ class AttentionPlan {
   };
 
   void add_sequence(const AttentionStep& step, int64_t sequence);
+  void add_appends(const AttentionStep& step, const AttentionItem& tile);
   /// Returns whether the tile stays whole.
   bool add_tile(const AttentionStep& step, AttentionItem tile, int64_t cost);
   void add_item(const AttentionItem& item, int64_t cost);

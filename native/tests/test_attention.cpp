@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_step.h"
 #include "paged_step.h"
 
 using namespace raymoe;
@@ -123,6 +124,30 @@ void mixed_types_are_refused() {
   CHECK_THROWS(mixed.run());
 }
 
+/// Who begins a block clears it: no other item may write to it.
+void appends_end_where_blocks_do() {
+  PagedStep paged({{900, 640}, {512, 512}, {700, 1}, {270, 2}});
+  AttentionStep step;
+  step.query_start = paged.starts.data();
+  step.context_tokens = paged.contexts.data();
+  step.block_table = paged.table.data();
+  step.table_stride = paged.table_width;
+  step.num_sequences = paged.count();
+  step.num_kv_heads = step.group = 1;
+  step.window = int64_t{1} << 40;
+  AttentionPlan plan;
+  plan.build(step, 2);
+  std::vector<int64_t> done(static_cast<size_t>(paged.count()));
+  for (const AppendItem& item : plan.appends()) {
+    int64_t& tokens = done[static_cast<size_t>(item.sequence)];
+    CHECK(item.first_token == tokens);
+    tokens += item.num_tokens;
+    const int64_t end = step.first_position(item.sequence) + tokens;
+    CHECK(tokens == step.num_tokens(item.sequence) || end % kBlockTokens == 0);
+  }
+  CHECK(done == (std::vector<int64_t>{640, 512, 0, 2}));
+}
+
 }  // namespace
 
 int main() {
@@ -130,6 +155,7 @@ int main() {
     agrees_with_the_reference(types, tolerance);
   });
   long_sequences_are_split_among_threads();
+  appends_end_where_blocks_do();
   bad_blocks_are_refused(Problem<float, float>({{70, 2}}, 1, 1, 8, 8, 100));
   mixed_types_are_refused();
   return 0;
