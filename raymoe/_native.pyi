@@ -178,6 +178,38 @@ def choose_positions(
     block_table: Tensor,
     out: Tensor,
 ) -> None: ...
+def pool_entries(
+    pooled: Tensor,
+    bias: Tensor,
+    norm: Tensor,
+    eps: float,
+    sums: Tensor,
+    entries: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    ratio: int,
+) -> None: ...
+def append_and_attend_compressed(
+    query: Tensor,
+    new_rows: Tensor,
+    sinks: Tensor,
+    chosen: Tensor | None,
+    scale: float,
+    rows: Tensor,
+    entries: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    ratio: int,
+    out: Tensor,
+) -> None: ...
 def causal_conv(
     inputs: Tensor,
     weight: Tensor,

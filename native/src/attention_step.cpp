@@ -56,8 +56,7 @@ int64_t total_cost(const AttentionStep& step) {
 
 }  // namespace
 
-void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_width,
-                int64_t num_blocks) {
+void check_sequences(const AttentionStep& step, int64_t num_tokens) {
   if (step.query_start[0] != 0 || step.query_start[step.num_sequences] != num_tokens)
     refuse_attention("query_start runs from " + std::to_string(step.query_start[0]) + " to " +
                      std::to_string(step.query_start[step.num_sequences]) + ", expected 0 to " +
@@ -69,8 +68,14 @@ void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_wid
       refuse_attention("sequence " + std::to_string(sequence) + " has " + std::to_string(count) +
                        " tokens in the step but " + std::to_string(step.context_tokens[sequence]) +
                        " context_tokens");
-    if (count > 0) check_blocks(step, sequence, table_width, num_blocks);
   }
+}
+
+void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_width,
+                int64_t num_blocks) {
+  check_sequences(step, num_tokens);
+  for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence)
+    if (step.num_tokens(sequence) > 0) check_blocks(step, sequence, table_width, num_blocks);
 }
 
 AttentionStep make_step(const TensorView& query_start, const TensorView& context_tokens,

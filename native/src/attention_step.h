@@ -45,7 +45,10 @@ struct AttentionStep {
 AttentionStep make_step(const TensorView& query_start, const TensorView& context_tokens,
                         const TensorView& block_table);
 
-/// Throws unless the sequences cover `num_tokens` tokens and their blocks are in the cache.
+/// Throws unless the sequences cover `num_tokens` tokens.
+void check_sequences(const AttentionStep& step, int64_t num_tokens);
+
+/// Throws unless, besides, their blocks are in the cache.
 void check_step(const AttentionStep& step, int64_t num_tokens, int64_t table_width,
                 int64_t num_blocks);
 

@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "panels.h"
 #include "raymoe/attention.h"
+#include "raymoe/compressed_attention.h"
 #include "raymoe/elementwise.h"
 #include "raymoe/index_selection.h"
 #include "raymoe/latent_attention.h"
@@ -116,5 +117,6 @@ RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)
 RAYMOE_CHOOSE_KERNELS(RowKernels, row_kernels)
 RAYMOE_CHOOSE_KERNELS(StateKernels, state_kernels)
 RAYMOE_CHOOSE_KERNELS(IndexKernels, index_kernels)
+RAYMOE_CHOOSE_KERNELS(PoolKernels, pool_kernels)
 
 }  // namespace raymoe

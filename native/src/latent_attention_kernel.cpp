@@ -45,6 +45,7 @@ template <typename A>
 struct Workspace {
   A* queries;      // panels of R columns, each [width / pair][columns][pair]
   A* values;       // a chunk of the cache as the right operand of P V
+  A* gathered;     // a chunk of rows that lie apart as the left operand of K Q^T
   A* weights;      // [kChunkTokens / pair][R][pair]
   float* scores;   // [kChunkTokens][R]
   float* factors;  // [R]
@@ -88,16 +89,27 @@ struct Wide {
   static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
     const int64_t width = tile.shape->width;
     for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
-      const Cache* from = block_at<Cache>(tile, (chunk.first + i) / kBlockTokens);
       A* to = work.values + i * width;
-      const int64_t elements = smaller(kBlockTokens, chunk.count - i) * width;
-      for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
+      widen(block_at<Cache>(tile, (chunk.first + i) / kBlockTokens),
+            smaller(kBlockTokens, chunk.count - i) * width, to);
       chunk.rows[i / kBlockTokens] = to;
     }
+  }
+  static void gather_rows(const LatentShape& shape, const void* const* rows,
+                          const Workspace<A>& work, Chunk<A>& chunk) {
+    for (int64_t i = 0; i < chunk.count; ++i)
+      widen(static_cast<const Cache*>(rows[i]), shape.width, work.values + i * shape.width);
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens)
+      chunk.rows[i / kBlockTokens] = work.values + i * shape.width;
   }
   static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
                          int64_t) {
     return {work.values + column, shape.width};
+  }
+
+ private:
+  static void widen(const Cache* from, int64_t elements, A* to) {
+    for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
   }
 };
 
@@ -324,6 +336,7 @@ Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& sh
   work.queries = reinterpret_cast<A*>(next);
   next += rounded_up(padded * shape.width, 16) / Format::kPair;
   work.values = reinterpret_cast<A*>(next);
+  work.gathered = work.values + kChunkTokens * rounded_up(shape.rank, kLanes);
   return work;
 }
 
@@ -367,6 +380,23 @@ void attend(const LatentTile& tile, int64_t split, const AttentionState& state, 
   }
 }
 
+template <typename Format, typename Q>
+void attend_rows(const LatentTile& tile, const void* const* rows, int64_t count,
+                 const AttentionState& state, float* scratch) {
+  const LatentShape& shape = *tile.shape;
+  const auto work = workspace_at<Format>(scratch, shape, tile.num_rows());
+  pack_queries<Format, Q>(tile, work.queries);
+  for (int64_t first = 0; first < count; first += kChunkTokens) {
+    Chunk<typename Format::A> chunk{};
+    chunk.count = smaller(kChunkTokens, count - first);
+    for (const char*& next : chunk.next) next = static_cast<const char*>(rows[0]);
+    Format::gather_rows(shape, rows + first, work, chunk);
+    score_chunk<Format>(tile, chunk, work);
+    weigh_chunk<Format>(tile, chunk.count, work, state);
+    add_values<Format>(tile, chunk.count, work, state);
+  }
+}
+
 template <typename Q>
 void store(const LatentTile& tile, const AttentionState& state) {
   const LatentShape& shape = *tile.shape;
@@ -378,6 +408,11 @@ void store(const LatentTile& tile, const AttentionState& state) {
     for (int64_t d = 0; d < shape.rank; d += 8)
       store8(to + d, _mm256_mul_ps(load8(from + d), factor));
   }
+}
+
+template <typename Format, typename Q>
+constexpr LatentKernel kernel() {
+  return {attend<Format, Q>, attend_rows<Format, Q>, store<Q>};
 }
 
 #if defined(__AVX512BF16__)
@@ -424,6 +459,17 @@ struct Pairs {
       interleave_rows(*tile.shape, rows, smaller(kBlockTokens, chunk.count - i), i, work.values);
     }
   }
+  static void gather_rows(const LatentShape& shape, const void* const* rows,
+                          const Workspace<A>& work, Chunk<A>& chunk) {
+    for (int64_t i = 0; i < chunk.count; ++i)
+      __builtin_memcpy(work.gathered + i * shape.width, rows[i],
+                       static_cast<size_t>(shape.width) * sizeof(A));
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
+      const A* block = work.gathered + i * shape.width;
+      chunk.rows[i / kBlockTokens] = block;
+      interleave_rows(shape, block, smaller(kBlockTokens, chunk.count - i), i, work.values);
+    }
+  }
   static Panel<A> values(const LatentShape&, const Workspace<A>& work, int64_t column,
                          int64_t columns) {
     return {work.values + column * kChunkTokens, columns * kPair};
@@ -465,24 +511,24 @@ const C* cached_row(const LatentTile& tile, int64_t position) {
          position % kBlockTokens * shape.width;
 }
 
-/// Online softmax of one row over positions [begin, end), a chunk of kChunkTokens at a time.
-template <typename Q, typename C>
+/// Adds positions [begin, end) to the sums of one row by online softmax, a chunk of kChunkTokens at
+/// a time. `cached(position)` is the cached row.
+template <typename Q, typename Cached>
 void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
-                const AttentionState& state) {
+                const Cached& cached, const AttentionState& state) {
   const LatentShape& shape = *tile.shape;
   const Q* query = static_cast<const Q*>(tile.query) + row / tile.num_heads * shape.query_stride +
                    row % tile.num_heads * shape.width;
   float* out = state.out + row * padded_head_dim(shape.rank);
-  float max = -std::numeric_limits<float>::infinity(), sum = 0;
-  std::fill(out, out + shape.rank, 0.0f);
+  float max = state.max[row], sum = state.sum[row];
   for (int64_t first = begin; first < end; first += kChunkTokens) {
     const int64_t count = std::min(kChunkTokens, end - first);
     float weights[kChunkTokens];
     float new_max = max;
     for (int64_t i = 0; i < count; ++i) {
-      const C* cached = cached_row<C>(tile, first + i);
+      const auto* key = cached(first + i);
       float score = 0;
-      for (int64_t d = 0; d < shape.width; ++d) score += to_float(query[d]) * to_float(cached[d]);
+      for (int64_t d = 0; d < shape.width; ++d) score += to_float(query[d]) * to_float(key[d]);
       weights[i] = score * shape.scale_log2e;
       new_max = std::max(new_max, weights[i]);
     }
@@ -491,10 +537,10 @@ void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
     sum *= factor;
     for (int64_t d = 0; d < shape.rank; ++d) out[d] *= factor;
     for (int64_t i = 0; i < count; ++i) {
-      const C* cached = cached_row<C>(tile, first + i);
+      const auto* value = cached(first + i);
       const float weight = std::exp2(weights[i] - max);
       sum += weight;
-      for (int64_t d = 0; d < shape.rank; ++d) out[d] += weight * to_float(cached[d]);
+      for (int64_t d = 0; d < shape.rank; ++d) out[d] += weight * to_float(value[d]);
     }
   }
   state.max[row] = max;
@@ -505,9 +551,21 @@ template <typename Q, typename C>
 void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float*) {
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
     const int64_t position = tile.first_position + row / tile.num_heads;
-    attend_row<Q, C>(tile, row, split * kSplitTokens,
-                     std::min(position + 1, (split + 1) * kSplitTokens), state);
+    state.max[row] = -std::numeric_limits<float>::infinity();
+    state.sum[row] = 0;
+    std::fill_n(state.out + row * padded_head_dim(tile.shape->rank), tile.shape->rank, 0.0f);
+    attend_row<Q>(
+        tile, row, split * kSplitTokens, std::min(position + 1, (split + 1) * kSplitTokens),
+        [&](int64_t at) { return cached_row<C>(tile, at); }, state);
   }
+}
+
+template <typename Q, typename C>
+void attend_rows(const LatentTile& tile, const void* const* rows, int64_t count,
+                 const AttentionState& state, float*) {
+  for (int64_t row = 0; row < tile.num_rows(); ++row)
+    attend_row<Q>(
+        tile, row, 0, count, [&](int64_t i) { return static_cast<const C*>(rows[i]); }, state);
 }
 
 template <typename Q>
@@ -521,25 +579,30 @@ void store(const LatentTile& tile, const AttentionState& state) {
   }
 }
 
+template <typename Q, typename C>
+constexpr LatentKernel kernel() {
+  return {attend<Q, C>, attend_rows<Q, C>, store<Q>};
+}
+
 #endif  // __AVX2__
 
 LatentKernel kernel_of(DType query, DType cache) {
 #if defined(__AVX512BF16__)
   if (query == DType::kBFloat16 && cache == DType::kBFloat16)
-    return {attend<Pairs, bf16>, store<bf16>};
+    return kernel<Pairs, bf16>();
   return latent_kernel_avx512(query, cache);
 #elif defined(__AVX2__)
-  if (query == DType::kBFloat16) return {attend<Wide<bf16>, bf16>, store<bf16>};
-  if (query == DType::kFloat16) return {attend<Wide<fp16>, fp16>, store<fp16>};
-  if (cache == DType::kBFloat16) return {attend<Wide<bf16>, float>, store<float>};
-  if (cache == DType::kFloat16) return {attend<Wide<fp16>, float>, store<float>};
-  return {attend<Wide<float>, float>, store<float>};
+  if (query == DType::kBFloat16) return kernel<Wide<bf16>, bf16>();
+  if (query == DType::kFloat16) return kernel<Wide<fp16>, fp16>();
+  if (cache == DType::kBFloat16) return kernel<Wide<bf16>, float>();
+  if (cache == DType::kFloat16) return kernel<Wide<fp16>, float>();
+  return kernel<Wide<float>, float>();
 #else
-  if (query == DType::kBFloat16) return {attend<bf16, bf16>, store<bf16>};
-  if (query == DType::kFloat16) return {attend<fp16, fp16>, store<fp16>};
-  if (cache == DType::kBFloat16) return {attend<float, bf16>, store<float>};
-  if (cache == DType::kFloat16) return {attend<float, fp16>, store<float>};
-  return {attend<float, float>, store<float>};
+  if (query == DType::kBFloat16) return kernel<bf16, bf16>();
+  if (query == DType::kFloat16) return kernel<fp16, fp16>();
+  if (cache == DType::kBFloat16) return kernel<float, bf16>();
+  if (cache == DType::kFloat16) return kernel<float, fp16>();
+  return kernel<float, float>();
 #endif
 }
 

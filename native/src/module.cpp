@@ -13,6 +13,7 @@
 #include "raymoe/experts.h"
 #include "raymoe/isa.h"
 #include "raymoe/index_selection.h"
+#include "raymoe/compressed_attention.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/linear.h"
 #include "raymoe/mover.h"
@@ -228,6 +229,39 @@ void bind_selection(py::module_& m) {
         py::arg("keys"), py::arg("query_start"), py::arg("context_tokens"),
         py::arg("block_table"), py::arg("out"), py::call_guard<py::gil_scoped_release>(),
         "See kernels/selection.py.");
+}
+
+void bind_compressed(py::module_& m) {
+  m.def("pool_entries",
+        [](const TensorView& pooled, const TensorView& bias, const TensorView& norm, double eps,
+           const TensorView& sums, const TensorView& entries, const TensorView& query_start,
+           const TensorView& context_tokens, const TensorView& block_table,
+           const TensorView& slots, const TensorView& cosine, const TensorView& sine,
+           int64_t ratio) {
+          pool_entries({pooled, bias, norm, eps}, sums, entries,
+                       {query_start, context_tokens, block_table, slots}, {cosine, sine}, ratio);
+        },
+        py::arg("pooled"), py::arg("bias"), py::arg("norm"), py::arg("eps"), py::arg("sums"),
+        py::arg("entries"), py::arg("query_start"), py::arg("context_tokens"),
+        py::arg("block_table"), py::arg("slots"), py::arg("cosine"), py::arg("sine"),
+        py::arg("ratio"), py::call_guard<py::gil_scoped_release>(),
+        "See kernels/cpu_compressed.py.");
+  m.def("append_and_attend_compressed",
+        [](const TensorView& query, const TensorView& new_rows, const TensorView& sinks,
+           const std::optional<TensorView>& chosen, double scale, const TensorView& rows,
+           const TensorView& entries, const TensorView& query_start,
+           const TensorView& context_tokens, const TensorView& block_table,
+           const TensorView& slots, const TensorView& cosine, const TensorView& sine,
+           int64_t ratio, const TensorView& out) {
+          append_and_attend_compressed({query, new_rows, sinks, pointer_to(chosen), scale}, rows,
+                                       entries, {query_start, context_tokens, block_table, slots},
+                                       {cosine, sine}, ratio, out);
+        },
+        py::arg("query"), py::arg("new_rows"), py::arg("sinks"), py::arg("chosen"),
+        py::arg("scale"), py::arg("rows"), py::arg("entries"), py::arg("query_start"),
+        py::arg("context_tokens"), py::arg("block_table"), py::arg("slots"), py::arg("cosine"),
+        py::arg("sine"), py::arg("ratio"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_compressed.py.");
 }
 
 void bind_state(py::module_& m) {
@@ -460,5 +494,6 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);
   raymoe::bind_selection(m);
+  raymoe::bind_compressed(m);
   raymoe::bind_state(m);
 }

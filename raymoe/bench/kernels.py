@@ -11,10 +11,12 @@ from raymoe.kernels.cpu_experts import Experts, make_experts, packed_experts_byt
 from raymoe.measure.jobs import (
     MIN_WEIGHT_BYTES,
     AttentionShape,
+    CompressedShape,
     ExpertsShape,
     LatentShape,
     StateShape,
     allocate_huge_pages,
+    compressed_job,
     decode_job,
     experts_job,
     latent_decode_job,
@@ -78,11 +80,18 @@ EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B
 FOUR_KV_HEADS = AttentionShape(num_kv_heads=4)  # Qwen3 30B-A3B
 LATENT = LatentShape()  # DeepSeek-V2 and V3, Kimi-K2 with half the heads
 FEW_HEADS = LatentShape(num_heads=16)  # DeepSeek-V2-Lite
+OVERLAPPING = CompressedShape()  # DeepSeek-V4-Flash, half of its layers, and the other half
+LONG_WINDOWS = CompressedShape(ratio=128)
 DECODE_CASES = (
     (64, 512), (64, 1024), (64, 4096), (128, 2048),
     (256, 512), (256, 1024), (512, 512), (512, 1024),
 )  # fmt: skip
 LATENT_CASES = ((64, 512), (64, 1024), (64, 4096))
+COMPRESSED_CASES = (
+    (OVERLAPPING, 64, 1, 1024), (OVERLAPPING, 64, 1, 2048), (OVERLAPPING, 1, 1, 2048),
+    (LONG_WINDOWS, 64, 1, 1024), (LONG_WINDOWS, 64, 1, 2048),
+    (OVERLAPPING, 1, 1024, 1024), (LONG_WINDOWS, 1, 1024, 1024),
+)  # fmt: skip
 PREFILL_CASES = ((16, 128), (8, 512), (2, 2048))
 GATED_DELTANET = StateShape()  # Qwen3.5 35B-A3B, Qwen3-Next
 KIMI_DELTA = StateShape(num_groups=32, per_channel=True)  # Kimi-Linear
@@ -105,6 +114,7 @@ def kernel_jobs() -> list[Callable[[], KernelJob]]:
         *(partial(decode_job, FOUR_KV_HEADS, *case) for case in ((64, 1024), (256, 1024))),
         *(partial(latent_decode_job, LATENT, *case) for case in LATENT_CASES),
         partial(latent_decode_job, FEW_HEADS, 64, 1024),
+        *(partial(compressed_job, *case) for case in COMPRESSED_CASES),
         *(partial(prefill_job, EIGHT_KV_HEADS, *case) for case in PREFILL_CASES),
         *(
             partial(experts_job, shape, tokens)

@@ -16,11 +16,13 @@ from torch.nn.functional import silu
 from raymoe.codecs import Weight, as_tensor, on_device
 from raymoe.device.find_gpu import half_dtype
 from raymoe.doctor.examine import Check, Outcome, Status, Target
+from raymoe.kernels.compressed import CompressedScoring, Pooling
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
     append_and_attend,
     append_and_attend_latent,
 )
+from raymoe.kernels.cpu_compressed import append_and_attend_compressed_on_host
 from raymoe.kernels.cpu_experts import Experts
 from raymoe.kernels.cpu_experts import make_experts as make_cpu_experts
 from raymoe.kernels.cpu_linear import make_linear
@@ -34,7 +36,14 @@ from raymoe.kernels.gpu_attention_batch import (
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.humming.products import why_not_here
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.paged_kv import (
+    BLOCK_TOKENS,
+    CacheLayout,
+    CompressedLayout,
+    KvLayout,
+    LatentHeads,
+    LatentLayout,
+)
 from raymoe.kernels.state import causal_conv, scan
 from raymoe.kernels.tensors import to_device
 from raymoe.kernels.torch_attention import (
@@ -73,6 +82,7 @@ CONTEXTS = (1, 33, 70, 1200)  # the last in several parts
 STATE_CONTEXTS = (1, 33, 80)
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 RANK, ROPE_DIM, NOPE_DIM = 128, 32, 64
+WINDOW, ENTRY_TOKENS = 128, 4
 STATE_HEADS, STATE_GROUPS, STATE_DIM, TAPS = 4, 2, 64, 4
 # Whether decays are those of channels, and whether there is the delta rule: Gated DeltaNet, Kimi
 # Delta Attention, Mamba-2.
@@ -96,6 +106,7 @@ def _cpu_checks() -> Iterator[Check]:
         yield _check("CPU norm, rotation, router, projection", dtype, partial(elementwise, dtype))
         yield _check("CPU attention", dtype, partial(attention, dtype, CPU))
         yield _check("CPU latent attention", dtype, partial(latent_attention, dtype, CPU))
+        yield _check("CPU attention to entries", dtype, partial(compressed_attention, dtype))
         yield _check("CPU states", dtype, partial(states, dtype, CPU))
         yield _check("CPU experts", dtype, partial(experts, None, dtype, CPU))
     for stored in FORMATS:
@@ -392,6 +403,89 @@ def _latent_attention(
     if compute is not None:
         return ragged
     return cpu if device == CPU else paged
+
+
+def compressed_attention(dtype: torch.dtype) -> Iterator[Pair]:
+    """The same for attention to the last rows and to entries of windows that overlap."""
+    generator, count = torch.Generator().manual_seed(8), sum(CONTEXTS)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    layout = CompressedLayout(
+        width=RANK, window=WINDOW, ratio=ENTRY_TOKENS, num_sums=2, dtype=dtype
+    )
+    sizes = ((HEADS, RANK), (RANK,), (4 * RANK,))
+    inputs = [random(count, *size).to(dtype) for size in sizes]
+    angles_PR = random(max(CONTEXTS), ROPE_DIM // 2)
+    tables = (angles_PR.cos(), angles_PR.sin())
+    pooling = Pooling(bias_MX=random(ENTRY_TOKENS, 2 * RANK), norm_W=random(RANK), eps=1e-6)
+    scoring = CompressedScoring(scale=RANK**-0.5, sinks_H=random(HEADS), pooling=pooling)
+    parts = zip(*(torch.split(each.double(), list(CONTEXTS)) for each in inputs), strict=True)
+    want = torch.cat([_attended_to_entries(*each, tables, scoring) for each in parts])
+    blocks = len(CONTEXTS) * ceil_div(max(CONTEXTS), BLOCK_TOKENS)
+    num_bytes = blocks * layout.block_bytes + len(CONTEXTS) * layout.sequence_bytes
+    cache = torch.zeros(num_bytes, dtype=torch.uint8)
+    for rows, batch in _steps(CONTEXTS):
+        some = (each[rows] for each in inputs)
+        got = append_and_attend_compressed_on_host(
+            *some, cache, batch, layout=layout, tables=tables, scoring=scoring
+        )
+        yield got, want[rows]
+
+
+def _attended_to_entries(  # noqa: PLR0917 - of the function above
+    query_CHW: Tensor,
+    row_CW: Tensor,
+    pooled_CX: Tensor,
+    tables: tuple[Tensor, Tensor],
+    scoring: CompressedScoring,
+) -> Tensor:
+    """Attention of one sequence in float64, [C, H, W]."""
+    pooling = scoring.pooling
+    assert pooling is not None
+    context, count = len(row_CW), len(row_CW) // ENTRY_TOKENS
+    values_EMAW, scores_EMAW = (
+        each[: count * ENTRY_TOKENS].view(count, ENTRY_TOKENS, 2, RANK)
+        for each in pooled_CX.tensor_split(2, dim=1)
+    )
+    scores_EMAW = scores_EMAW + pooling.bias_MX.view(ENTRY_TOKENS, 2, RANK)
+
+    def of_two_windows(each_EMAW: Tensor, fill: float) -> Tensor:
+        before = torch.full_like(each_EMAW[:1, :, 0], fill)
+        return torch.cat([torch.cat([before, each_EMAW[:-1, :, 0]])[:count], each_EMAW[:, :, 1]], 1)
+
+    weights_EYW = of_two_windows(scores_EMAW, -math.inf).softmax(1)
+    entry_EW = (weights_EYW * of_two_windows(values_EMAW, 0.0)).sum(1)
+    entry_EW = entry_EW * torch.rsqrt(entry_EW.square().mean(1, keepdim=True) + pooling.eps)
+    begins_E = torch.arange(count) * ENTRY_TOKENS
+    entry_EW = _turned((entry_EW * pooling.norm_W)[:, None], begins_E, tables, 1)[:, 0]
+    position_C = torch.arange(context)
+    back_CC = position_C[:, None] - position_C
+    is_seen_CY = torch.cat(
+        [
+            (back_CC >= 0) & (back_CC < WINDOW),
+            torch.arange(count) < (position_C[:, None] + 1) // ENTRY_TOKENS,
+        ],
+        dim=1,
+    )
+    seen_YW = torch.cat([row_CW, entry_EW])
+    scores_HCY = scoring.scale * torch.einsum("chw,yw->hcy", query_CHW, seen_YW)
+    sinks_HC1 = scoring.sinks_H.double()[:, None, None].expand(-1, context, 1)
+    scores_HCZ = torch.cat([scores_HCY.masked_fill(~is_seen_CY, -math.inf), sinks_HC1], dim=2)
+    result_CHW = torch.einsum("hcy,yw->chw", scores_HCZ.softmax(2)[..., :-1], seen_YW)
+    return _turned(result_CHW, position_C, tables, -1)
+
+
+def _turned(
+    rows_CHW: Tensor, position_C: Tensor, tables: tuple[Tensor, Tensor], sign: int
+) -> Tensor:
+    """Rows whose last dimensions are complex numbers, turned by their positions."""
+    cos_CR, sin_CR = (table[position_C].double() for table in tables)
+    turn_C1R = torch.complex(cos_CR, sign * sin_CR)[:, None]
+    kept, ends = torch.split(rows_CHW, [RANK - ROPE_DIM, ROPE_DIM], dim=2)
+    turned = torch.view_as_complex(ends.unflatten(2, (-1, 2)).contiguous()) * turn_C1R
+    return torch.cat([kept, torch.view_as_real(turned).flatten(2)], dim=2)
 
 
 def states(dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:

@@ -1,7 +1,10 @@
 """Attention to the last tokens and to entries that pool earlier ones, by torch on any device.
 
-T tokens, S sequences, W width of a row and of an entry, H heads, R rows of a slot, C entries, A
-sums of a slot. The new tokens of a window in a step are a *part*: P parts, the longest first.
+The host has kernels of its own, in `cpu_compressed`.
+
+T tokens, S sequences, W width of a row and of an entry, H heads, R rows of a slot, C entries, K
+chosen ones, A sums of a slot. The new tokens of a window in a step are a *part*: P parts, the
+longest first.
 """
 
 from collections.abc import Iterator
@@ -248,7 +251,7 @@ def rotate_ends(
     return torch.cat([rows_TNW[..., :begin], rotated], dim=-1)
 
 
-def append_and_attend_compressed(  # noqa: PLR0917 - an operator: its tensors are its arguments
+def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     query_THW: Tensor,
     row_TW: Tensor,
     pooled_TX: Tensor,
@@ -258,6 +261,7 @@ def append_and_attend_compressed(  # noqa: PLR0917 - an operator: its tensors ar
     layout: CompressedLayout,
     tables: tuple[Tensor, Tensor],
     scoring: CompressedScoring,
+    chosen_TK: Tensor | None = None,
 ) -> Tensor:
     """Add the step's rows and entries to the cache and attend; [T, H, W], rotated back.
 
@@ -272,6 +276,8 @@ def append_and_attend_compressed(  # noqa: PLR0917 - an operator: its tensors ar
             those for the next window come first in either.
         cache: Bytes of one layer, in `layout`; changed in place.
         tables: Cosines and sines, [positions, half of the rotated dimensions], float32.
+        chosen_TK: int32, the entries that each token attends to instead of all of windows that
+            ended: some of these in ascending order, then -1.
     """
     entries_NEW, rows_MRW, sums_MA3W = layout.views(cache)
     if scoring.pooling is not None and batch.parts is not None:
@@ -284,8 +290,9 @@ def append_and_attend_compressed(  # noqa: PLR0917 - an operator: its tensors ar
     for group in batch.groups:
         recent_SXW = _recent(row_TW, rows_MRW, group)
         entry_SCW = entries_NEW[group.block_SM].flatten(1, 2)[:, : group.num_entries]
+        chosen_SQK = None if chosen_TK is None else chosen_TK[group.token_SQ]
         out_THW[group.token_SQ] = _attend(
-            query_THW[group.token_SQ], recent_SXW, entry_SCW, group, layout, scoring
+            query_THW[group.token_SQ], recent_SXW, entry_SCW, chosen_SQK, group, layout, scoring
         )
     rows_MRW[batch.slot_K, batch.row_K] = row_TW[batch.kept_K]
     return rotate_ends(out_THW, batch.position_T, tables, backwards=True)
@@ -305,6 +312,7 @@ def _attend(  # noqa: PLR0917 - rows and what to do with them
     query_SQHW: Tensor,
     recent_SXW: Tensor,
     entry_SCW: Tensor,
+    chosen_SQK: Tensor | None,
     group: Group,
     layout: CompressedLayout,
     scoring: CompressedScoring,
@@ -322,9 +330,11 @@ def _attend(  # noqa: PLR0917 - rows and what to do with them
         back_qK = query_q1 + window - torch.arange(begin + 1, window + end, device=device)
         position_Sq = group.first_S[:, None] + query_q1[:, 0]
         is_hidden_SqK = (back_qK < 0) | (back_qK >= window) | (back_qK > position_Sq[..., None])
-        is_late_SqC = _entries_end(position_Sq, ratio, entry_SCW.shape[1])
+        is_unseen_SqC = _entries_end(position_Sq, ratio, entry_SCW.shape[1])
+        if chosen_SQK is not None:
+            is_unseen_SqC |= _is_not_chosen(chosen_SQK[:, begin:end], entry_SCW.shape[1])
         seen_SYW = torch.cat([row_SKW, entry_SCW], dim=1).to(dtype)
-        hidden_SqY = torch.cat([is_hidden_SqK, is_late_SqC], dim=2)
+        hidden_SqY = torch.cat([is_hidden_SqK, is_unseen_SqC], dim=2)
         attended.append(_softmax(query_SQHW[:, begin:end], seen_SYW, hidden_SqY, scoring))
     return torch.cat(attended, dim=1)
 
@@ -333,6 +343,15 @@ def _entries_end(position_X: Tensor, ratio: int, num_entries: int) -> Tensor:
     """Whether entries are of windows that end after these positions, [X, C]."""
     entry_C = torch.arange(num_entries, device=position_X.device)
     return entry_C >= ((position_X + 1) // ratio)[..., None]
+
+
+def _is_not_chosen(chosen_SqK: Tensor, num_entries: int) -> Tensor:
+    """Whether entries are missing in the lists of tokens, [S, q, C]."""
+    index_SqK = chosen_SqK.long().where(chosen_SqK >= 0, num_entries)
+    is_missing = torch.ones(
+        *chosen_SqK.shape[:2], num_entries + 1, dtype=torch.bool, device=chosen_SqK.device
+    )
+    return is_missing.scatter_(2, index_SqK, value=False)[..., :num_entries]
 
 
 def _softmax(

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, as_tensor
+from raymoe.kernels.compressed import CompressedScoring
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend, append_and_attend_latent
+from raymoe.kernels.cpu_compressed import append_and_attend_rows
 from raymoe.kernels.cpu_experts import Experts, make_experts
 from raymoe.kernels.cpu_linear import Linear, make_linear
 from raymoe.kernels.gpu_state.scan import StateBatch
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, CacheLayout, KvLayout, LatentLayout
+from raymoe.kernels.paged_kv import (
+    BLOCK_TOKENS,
+    CacheLayout,
+    CompressedLayout,
+    KvLayout,
+    LatentLayout,
+)
 from raymoe.kernels.state import scan
 from raymoe.kernels.tensors import to_device
 from raymoe.measure.timing import KernelJob
@@ -154,6 +162,68 @@ def latent_decode_job(shape: LatentShape, batch: int, context: int) -> KernelJob
         ],
         bytes_per_call=batch * context * shape.width * shape.dtype.itemsize,
         flop_per_call=2 * batch * context * shape.num_heads * (shape.width + shape.rank),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedShape:
+    """Heads that attend to the last rows and to entries of `ratio` tokens each."""
+
+    num_heads: int = 64
+    width: int = 512
+    window: int = 128
+    ratio: int = 4
+    rope_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+    def seen(self, position: int) -> int:
+        """Rows and entries that the token at this position attends to."""
+        return min(position + 1, self.window) + (position + 1) // self.ratio
+
+    def __str__(self) -> str:
+        kinds = f"last {self.window} and entries of {self.ratio}"
+        return f"{self.num_heads} heads x {self.width}, {kinds}"
+
+
+def compressed_job(shape: CompressedShape, batch: int, new_tokens: int, context: int) -> KernelJob:
+    """`new_tokens` of each of `batch` sequences of `context` tokens: a step if one, else prompts.
+
+    A prompt reads little but what the step computed, so one layer will do.
+    """
+    layout = CompressedLayout(
+        width=shape.width, window=shape.window, ratio=shape.ratio, num_sums=2, dtype=shape.dtype
+    )
+    tokens, blocks_each = batch * new_tokens, ceil_div(context, BLOCK_TOKENS)
+    layer_bytes = batch * (blocks_each * layout.block_bytes + layout.sequence_bytes)
+    num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes) if new_tokens == 1 else 1
+    layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
+    query_THW = torch.randn(tokens, shape.num_heads, shape.width).to(shape.dtype)
+    row_TW = torch.randn(tokens, shape.width).to(shape.dtype)
+    angles_PR = torch.randn(context, shape.rope_dim // 2)
+    step = AttentionBatch(
+        query_start=torch.arange(0, tokens + 1, new_tokens, dtype=torch.int32),
+        context_tokens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=shuffled_table(batch, blocks_each),
+        slots=shuffled_table(batch, 1).flatten(),
+    )
+    seen = batch * sum(shape.seen(position) for position in range(context - new_tokens, context))
+    scoring = CompressedScoring(
+        scale=shape.width**-0.5, sinks_H=torch.zeros(shape.num_heads), pooling=None
+    )
+    tables = (angles_PR.cos(), angles_PR.sin())
+    return KernelJob(
+        kernel="decode attention" if new_tokens == 1 else "prefill attention",
+        case=f"{shape}, {batch} x {context}",
+        calls=[
+            partial(
+                append_and_attend_rows,
+                query_THW, row_TW, layer, step, layout=layout, tables=tables, scoring=scoring,
+            )
+            for layer in layers.fill_(0x3F).view(num_layers, layer_bytes)
+        ],
+        bytes_per_call=batch * (shape.seen(context - 1) + new_tokens - 1)
+        * shape.width * shape.dtype.itemsize,
+        flop_per_call=4 * seen * shape.num_heads * shape.width,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from raymoe.kernels.compressed import (
     rotate_ends,
 )
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_compressed import append_and_attend_compressed_on_host
 from raymoe.kernels.elementwise import Projected, copied, rms_norm
 from raymoe.kernels.paged_kv import CompressedLayout
 from raymoe.model.attention import OneForm
@@ -86,9 +87,16 @@ class CompressedAttention(OneForm):
         return projected if out is None else copied(projected, out)
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        indices = CompressedBatch.of(batch, self._layout, self._spec.num_heads)
-        angles = self._host_rotary.angles(indices.position_T)
-        return self._attend(projected, cache, indices, (angles, self._on_host))
+        return append_and_attend_compressed_on_host(
+            projected.query_THD,
+            projected.key_TGD[:, 0],
+            projected.value_TGV[:, 0],
+            cache,
+            batch,
+            layout=self._layout,
+            tables=self._host_rotary.tables,
+            scoring=self._on_host,
+        ).flatten(1)
 
     def attend_staged(
         self,
@@ -99,28 +107,17 @@ class CompressedAttention(OneForm):
     ) -> Tensor:
         """Add to the cache on the device of the weights and attend there; [T, A * W], in `out`."""
         indices = batch.of_layout(self._layout)
-        angles = self._rotary.angles(indices.position_T)
-        result_TX = self._attend(projected, cache, indices, (angles, self._on_device))
-        return result_TX if out is None else out.copy_(result_TX)
-
-    def _attend(
-        self,
-        projected: Projected,
-        cache: Tensor,
-        batch: CompressedBatch,
-        constants: tuple[Angles, CompressedScoring],
-    ) -> Tensor:
-        angles, scoring = constants
-        return append_and_attend_compressed(
+        result_TX = append_and_attend_compressed(
             projected.query_THD,
             projected.key_TGD[:, 0],
             projected.value_TGV[:, 0],
             cache,
-            batch,
+            indices,
             layout=self._layout,
-            tables=(angles.cos_PR, angles.sin_PR),
-            scoring=scoring,
+            tables=self._rotary.tables,
+            scoring=self._on_device,
         ).flatten(1)
+        return result_TX if out is None else out.copy_(result_TX)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         del normed_TH

@@ -54,6 +54,11 @@ class Rotary:
         self._cos_PR = torch.cat([cos for cos, _ in pairs]).to(self._device)
         self._sin_PR = torch.cat([sin for _, sin in pairs]).to(self._device)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the reserved positions, [P, R]."""
+        return self._cos_PR, self._sin_PR
+
     def angles(self, positions_T: Tensor, prompt_tokens_T: Tensor | None = None) -> Angles:
         """Return the angles of tokens.
 

@@ -59,6 +59,10 @@ struct LatentKernel {
   /// Overwrites `state` with the sums of the tile over positions of split `split` only.
   void (*attend)(const LatentTile& tile, int64_t split, const AttentionState& state,
                  float* scratch) = nullptr;
+  /// Adds rows that lie anywhere, of `width` elements, to the sums in `state`, in this order and in
+  /// chunks of kChunkTokens. The tile has one token; its cache and positions are not read.
+  void (*attend_rows)(const LatentTile& tile, const void* const* rows, int64_t count,
+                      const AttentionState& state, float* scratch) = nullptr;
   /// Writes state.out / state.sum to tile.out, rounded to nearest even.
   void (*store)(const LatentTile& tile, const AttentionState& state) = nullptr;
 };

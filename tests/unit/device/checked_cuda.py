@@ -44,6 +44,7 @@ WRITTEN = {
     "add_row_experts": ("sums",),
     "append": (),
     "append_and_attend": ("out",),
+    "append_and_attend_compressed": ("out",),
     "append_and_attend_latent": ("out",),
     "append_latent": (),
     "argmax": ("ids",),
@@ -58,6 +59,7 @@ WRITTEN = {
     "pack_gate_up_codes": ("packed",),
     "pack_linear": ("packed",),
     "packed_linear": ("out",),
+    "pool_entries": (),
     "qkv_rope": ("query", "key", "value"),
     "rms_norm": ("hidden", "out"),
     "route": ("ids", "weights"),
@@ -354,6 +356,12 @@ def _blocks(arguments: dict[str, Any], *, only_new: bool) -> list[Tensor]:
     return [arguments["cache"][block] for block in sorted(found)]
 
 
+def _slots(arguments: dict[str, Any]) -> list[Tensor]:
+    """Rows or sums in the slots of a step, which are counted from the end."""
+    kept = arguments["rows"] if "rows" in arguments else arguments["sums"]
+    return [kept[-1 - slot] for slot in arguments["slots"].tolist()]
+
+
 def _watch_native(patch: pytest.MonkeyPatch, cuda: CheckedCuda) -> None:
     def watched(name: str, names: list[str], call: Callable[..., object], *args: object) -> object:
         result = call(*args)
@@ -364,6 +372,14 @@ def _watch_native(patch: pytest.MonkeyPatch, cuda: CheckedCuda) -> None:
                 writes += _blocks(arguments, only_new=True)
                 reads = _blocks(arguments, only_new=not WRITTEN[name])
                 del arguments["cache"]
+            elif "entries" in arguments:
+                arguments["cache"] = arguments.pop("entries")
+                reads = _blocks(arguments, only_new=False) if len(arguments["cache"]) else []
+                if name == "pool_entries":
+                    writes += _blocks(arguments, only_new=True)
+                writes += _slots(arguments)
+                for each in ("cache", "rows", "sums"):
+                    arguments.pop(each, None)
             elif "block_table" in arguments:  # index keys are read alone
                 arguments["cache"] = arguments.pop("keys")
                 reads = _blocks(arguments, only_new=False)

@@ -18,7 +18,7 @@ interpreted = pytest.mark.skipif(HAS_GPU, reason="on a GPU, kernels are compiled
 
 def test_every_check_of_the_cpu_passes() -> None:
     checks = kernels.checks(Target(device="cpu"))
-    assert len(checks) == 15 + len(FORMATS)
+    assert len(checks) == 18 + len(FORMATS)
     assert {check.name: check.run().status for check in checks} == {
         check.name: Status.OK for check in checks
     }

@@ -16,9 +16,11 @@ from raymoe.kernels.compressed import (
     append_and_attend_compressed,
 )
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.cpu_compressed import append_and_attend_compressed_on_host
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, CompressedLayout
 
 WIDTH, WINDOW, HEADS, ROPE = 16, 24, 3, 8
+WAYS = ("torch", "host")
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +71,8 @@ def entry(pooled_TX: Tensor, w: int, layout: CompressedLayout, pooling: Pooling)
 class Inputs:
     """Random inputs of sequences, and what attention makes of each sequence as a whole."""
 
-    def __init__(self, layout: CompressedLayout, lengths: list[int], seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, layout: CompressedLayout, lengths: list[int], way: str = "torch") -> None:
+        generator, self.way = torch.Generator().manual_seed(0), way
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -143,14 +145,12 @@ def run_step(inputs: Inputs, cache: Cache, ranges: dict[int, tuple[int, int]]) -
         torch.cat([tensors[s][begin:end] for s, (begin, end) in ranges.items()])
         for tensors in (inputs.queries, inputs.rows, inputs.pooled)
     ]
-    out_THW = append_and_attend_compressed(
-        *chosen,
-        cache.memory,
-        CompressedBatch.of(batch, inputs.layout, HEADS),
-        layout=inputs.layout,
-        tables=inputs.tables,
-        scoring=inputs.scoring,
-    )
+    constants = {"layout": inputs.layout, "tables": inputs.tables, "scoring": inputs.scoring}
+    if inputs.way == "host":
+        out_THW = append_and_attend_compressed_on_host(*chosen, cache.memory, batch, **constants)
+    else:
+        indices = CompressedBatch.of(batch, inputs.layout, HEADS)
+        out_THW = append_and_attend_compressed(*chosen, cache.memory, indices, **constants)
     return list(out_THW.split(counts))
 
 
@@ -171,17 +171,19 @@ def run_in_chunks(inputs: Inputs, chunk: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in results]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chunk", [1, 7, 500])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_sequences_in_chunks_are_attended_as_a_whole(kind: str, chunk: int) -> None:
-    inputs = Inputs(LAYOUTS[kind], [70, 3, 64])
+def test_sequences_in_chunks_are_attended_as_a_whole(kind: str, chunk: int, way: str) -> None:
+    inputs = Inputs(LAYOUTS[kind], [70, 3, 64], way)
     for s, result in enumerate(run_in_chunks(inputs, chunk)):
         torch.testing.assert_close(result, inputs.expected(s), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_entries_and_sums_do_not_depend_on_the_steps_of_a_window(kind: str) -> None:
-    inputs = Inputs(LAYOUTS[kind], [101, 77])
+def test_entries_and_sums_do_not_depend_on_the_steps_of_a_window(kind: str, way: str) -> None:
+    inputs = Inputs(LAYOUTS[kind], [101, 77], way)
     kept = []
     for chunk in (1, 5, 500):
         cache = Cache(inputs.layout, 2)
@@ -193,9 +195,10 @@ def test_entries_and_sums_do_not_depend_on_the_steps_of_a_window(kind: str) -> N
     assert torch.equal(kept[0], kept[2])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_sequence_goes_on_from_the_copy_of_a_slot_and_shared_blocks(kind: str) -> None:
-    inputs = Inputs(LAYOUTS[kind], [101, 101])
+def test_a_sequence_goes_on_from_the_copy_of_a_slot_and_shared_blocks(kind: str, way: str) -> None:
+    inputs = Inputs(LAYOUTS[kind], [101, 101], way)
     for tensors in (inputs.queries, inputs.rows, inputs.pooled):
         tensors[1][:96] = tensors[0][:96]
     cache = Cache(inputs.layout, 2)
@@ -207,9 +210,10 @@ def test_a_sequence_goes_on_from_the_copy_of_a_slot_and_shared_blocks(kind: str)
     torch.testing.assert_close(second, inputs.expected(1)[96:], rtol=1e-4, atol=1e-5)
 
 
-def test_an_entry_has_the_bits_of_the_cache_in_its_type() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_an_entry_has_the_bits_of_the_cache_in_its_type(way: str) -> None:
     layout = replace(LAYOUTS["overlapping"], dtype=torch.bfloat16)
-    inputs = Inputs(layout, [70])
+    inputs = Inputs(layout, [70], way)
     for result, expected in zip(run_in_chunks(inputs, 9), [inputs.expected(0)], strict=True):
         torch.testing.assert_close(result, expected, rtol=0.1, atol=0.1)
     entries_NEW, rows_MRW, _ = layout.views(Cache(layout, 1).memory)
