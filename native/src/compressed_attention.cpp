@@ -464,10 +464,10 @@ void check_query(const CompressedInputs& inputs, const TensorView& rows, const T
 
 /// Heads of a tile: fewer where there are few tokens, so that every thread has some.
 int64_t heads_of_tiles(int64_t num_heads, int64_t num_tokens, int num_threads) {
-  constexpr int64_t kFewest = 16, kTilesOfThread = 4;
+  constexpr int64_t kFewest = 16, kTilesOfThread = 2;
   int64_t count = (num_heads + kLatentHeads - 1) / kLatentHeads;
-  while (num_tokens * count < kTilesOfThread * num_threads && num_heads / (2 * count) >= kFewest)
-    count *= 2;
+  const int64_t wanted = num_threads == 1 ? 1 : kTilesOfThread * num_threads;
+  while (num_tokens * count < wanted && num_heads / (2 * count) >= kFewest) count *= 2;
   return (num_heads + count - 1) / count;
 }
 

@@ -181,7 +181,8 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows) {
   constexpr int64_t kSlack = 64;  // between the parts, and where the last row is read beyond
   const int64_t padded = padded_rows(rows);
   const int64_t widest = std::max(shape.width, padded_head_dim(shape.rank));
-  return padded * (1 + 2 * kChunkTokens + shape.width) + kChunkTokens * widest + 4 * kSlack;
+  return padded * (1 + 2 * kChunkTokens + shape.width) + kChunkTokens * (widest + kRowPadding) +
+         4 * kSlack;
 }
 
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,

@@ -68,6 +68,14 @@ struct Panel {
   int64_t stride;
 };
 
+/// Prefetches the row that is gathered some rows after row `i`.
+inline void prefetch_row(const void* const* rows, int64_t i, int64_t count, int64_t num_bytes) {
+  constexpr int64_t kRowsAhead = 4;
+  if (i + kRowsAhead >= count) return;
+  const char* row = static_cast<const char*>(rows[i + kRowsAhead]);
+  for (int64_t at = 0; at < num_bytes; at += kLineBytes) _mm_prefetch(row + at, _MM_HINT_T0);
+}
+
 template <typename C>
 const C* block_at(const LatentTile& tile, int64_t index) {
   return static_cast<const C*>(tile.cache) + tile.block_table[index] * tile.shape->block_stride;
@@ -80,6 +88,7 @@ struct Wide {
   using A = float;
   static constexpr int64_t kPair = 1;
 
+  static int64_t row_stride(const LatentShape& shape) { return shape.width + kRowPadding; }
   static Reg load(const A* b) { return Vector::load(b); }
   static Reg multiply_add(Reg acc, const A* a, Reg b) {
     return Vector::fma(Vector::set1(*a), b, acc);
@@ -87,29 +96,35 @@ struct Wide {
   static void store_weights(A* to, const Reg (&weights)[1]) { Vector::store(to, weights[0]); }
 
   static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
-    const int64_t width = tile.shape->width;
-    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
-      A* to = work.values + i * width;
-      widen(block_at<Cache>(tile, (chunk.first + i) / kBlockTokens),
-            smaller(kBlockTokens, chunk.count - i) * width, to);
-      chunk.rows[i / kBlockTokens] = to;
+    const LatentShape& shape = *tile.shape;
+    for (int64_t i = 0; i < chunk.count; ++i) {
+      const Cache* block = block_at<Cache>(tile, (chunk.first + i) / kBlockTokens);
+      widen(block + (chunk.first + i) % kBlockTokens * shape.width, shape, i, work);
     }
+    find_blocks(shape, work, chunk);
   }
   static void gather_rows(const LatentShape& shape, const void* const* rows,
                           const Workspace<A>& work, Chunk<A>& chunk) {
-    for (int64_t i = 0; i < chunk.count; ++i)
-      widen(static_cast<const Cache*>(rows[i]), shape.width, work.values + i * shape.width);
-    for (int64_t i = 0; i < chunk.count; i += kBlockTokens)
-      chunk.rows[i / kBlockTokens] = work.values + i * shape.width;
+    for (int64_t i = 0; i < chunk.count; ++i) {
+      prefetch_row(rows, i, chunk.count, shape.width * int64_t{sizeof(Cache)});
+      widen(static_cast<const Cache*>(rows[i]), shape, i, work);
+    }
+    find_blocks(shape, work, chunk);
   }
   static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
                          int64_t) {
-    return {work.values + column, shape.width};
+    return {work.values + column, row_stride(shape)};
   }
 
  private:
-  static void widen(const Cache* from, int64_t elements, A* to) {
-    for (int64_t d = 0; d < elements; d += 8) store8(to + d, load8(from + d));
+  static void widen(const Cache* from, const LatentShape& shape, int64_t i,
+                    const Workspace<A>& work) {
+    A* to = work.values + i * row_stride(shape);
+    for (int64_t d = 0; d < shape.width; d += 8) store8(to + d, load8(from + d));
+  }
+  static void find_blocks(const LatentShape& shape, const Workspace<A>& work, Chunk<A>& chunk) {
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens)
+      chunk.rows[i / kBlockTokens] = work.values + i * row_stride(shape);
   }
 };
 
@@ -191,31 +206,62 @@ const char* multiply(Product<Format> product, int64_t num_rows, bool is_half) {
   return product.ahead;
 }
 
+/// Up to 8 operands of a query: elements, of which a row has a whole number of 8, or pairs of them.
 template <typename Q>
-inline void pack_pair(const Q* from, float* to) {
-  *to = to_float(*from);
+inline __m256 load_operands(const Q* from, int64_t, const float*) {
+  return load8(from);
 }
-inline void pack_pair(const bf16* from, bf16* to) { __builtin_memcpy(to, from, 2 * sizeof(bf16)); }
+inline __m256 load_operands(const bf16* from, int64_t count, const bf16*) {
+  if (count == 8) return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
+  return _mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(from)));
+}
 
-/// The queries of a tile as the right operand: a row becomes a column.
+/// Row i of the result holds element i of each row.
+inline void transpose8(__m256 (&rows)[8]) {
+  __m256 pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      fours[i + 2 * k] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0x44);
+      fours[i + 2 * k + 1] = _mm256_shuffle_ps(pairs[i + k], pairs[i + k + 2], 0xee);
+    }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
+}
+
+/// The queries of a tile as the right operand: a row becomes a column. Operands are 4 bytes wide, 8
+/// of 8 rows are transposed together.
 template <typename Format, typename Q>
 void pack_queries(const LatentTile& tile, typename Format::A* to) {
+  using A = typename Format::A;
   constexpr int64_t pair = Format::kPair;
   const LatentShape& shape = *tile.shape;
   const int64_t num_rows = tile.num_rows(), padded = rounded_up(num_rows, kLanes);
-  for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
+  for (int64_t row = 0; row < padded; row += 8) {
+    const int64_t panel = row / kPanelColumns * kPanelColumns;
     const int64_t columns = smaller(padded - panel, kPanelColumns);
-    for (int64_t column = 0; column < columns; ++column) {
-      const int64_t row = panel + column;
-      typename Format::A* out = to + panel * shape.width + column * pair;
-      const Q* query = static_cast<const Q*>(tile.query) +
-                       row / tile.num_heads * shape.query_stride +
-                       row % tile.num_heads * shape.width;
-      for (int64_t d = 0; d < shape.width; d += pair, out += columns * pair)
-        if (row < num_rows)
-          pack_pair(query + d, out);
-        else
-          for (int64_t p = 0; p < pair; ++p) out[p] = typename Format::A{};
+    A* out = to + panel * shape.width + (row - panel) * pair;
+    const Q* queries[8];
+    for (int64_t i = 0; i < 8; ++i)
+      queries[i] = row + i >= num_rows
+                       ? nullptr
+                       : static_cast<const Q*>(tile.query) +
+                             (row + i) / tile.num_heads * shape.query_stride +
+                             (row + i) % tile.num_heads * shape.width;
+    for (int64_t d = 0; d < shape.width; d += 8 * pair) {
+      const int64_t count = smaller(8, (shape.width - d) / pair);
+      __m256 block[8];
+      for (int64_t i = 0; i < 8; ++i)
+        block[i] = queries[i] == nullptr ? _mm256_setzero_ps()
+                                         : load_operands(queries[i] + d, count, out);
+      transpose8(block);
+      for (int64_t k = 0; k < count; ++k, out += columns * pair)
+        _mm256_storeu_ps(reinterpret_cast<float*>(out), block[k]);
     }
   }
 }
@@ -226,7 +272,7 @@ void score_chunk(const LatentTile& tile, const Chunk<typename Format::A>& chunk,
                 const Workspace<typename Format::A>& work) {
   const int64_t width = tile.shape->width, padded = rounded_up(tile.num_rows(), kLanes);
   Product<Format> product{};
-  product.a_row = width;
+  product.a_row = Format::row_stride(*tile.shape);
   product.a_step = Format::kPair;
   product.num_steps = width / Format::kPair;
   product.out_row = padded;
@@ -386,9 +432,12 @@ void attend_rows(const LatentTile& tile, const void* const* rows, int64_t count,
   const LatentShape& shape = *tile.shape;
   const auto work = workspace_at<Format>(scratch, shape, tile.num_rows());
   pack_queries<Format, Q>(tile, work.queries);
-  for (int64_t first = 0; first < count; first += kChunkTokens) {
+  // Of one length, since a chunk of few rows costs almost as much as a long one.
+  const int64_t num_chunks = (count + kChunkTokens - 1) / kChunkTokens;
+  const int64_t size = num_chunks == 0 ? 1 : rounded_up((count + num_chunks - 1) / num_chunks, 2);
+  for (int64_t first = 0; first < count; first += size) {
     Chunk<typename Format::A> chunk{};
-    chunk.count = smaller(kChunkTokens, count - first);
+    chunk.count = smaller(size, count - first);
     for (const char*& next : chunk.next) next = static_cast<const char*>(rows[0]);
     Format::gather_rows(shape, rows + first, work, chunk);
     score_chunk<Format>(tile, chunk, work);
@@ -439,6 +488,7 @@ struct Pairs {
   using A = bf16;
   static constexpr int64_t kPair = 2;
 
+  static int64_t row_stride(const LatentShape& shape) { return shape.width; }
   static Reg load(const A* b) { return _mm512_loadu_ps(b); }
   static Reg multiply_add(Reg acc, const A* a, Reg b) {
     int32_t pair;
@@ -461,9 +511,11 @@ struct Pairs {
   }
   static void gather_rows(const LatentShape& shape, const void* const* rows,
                           const Workspace<A>& work, Chunk<A>& chunk) {
-    for (int64_t i = 0; i < chunk.count; ++i)
-      __builtin_memcpy(work.gathered + i * shape.width, rows[i],
-                       static_cast<size_t>(shape.width) * sizeof(A));
+    const int64_t num_bytes = shape.width * int64_t{sizeof(A)};
+    for (int64_t i = 0; i < chunk.count; ++i) {
+      prefetch_row(rows, i, chunk.count, num_bytes);
+      __builtin_memcpy(work.gathered + i * shape.width, rows[i], static_cast<size_t>(num_bytes));
+    }
     for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
       const A* block = work.gathered + i * shape.width;
       chunk.rows[i / kBlockTokens] = block;

@@ -49,6 +49,9 @@ struct LatentTile {
 /// second-level cache of 1 MiB.
 constexpr int64_t kLatentHeads = 64;
 
+/// Floats between the widened rows of a chunk: of rows a power of two apart, few fit in a cache.
+constexpr int64_t kRowPadding = 16;
+
 /// Floats of scratch that `attend` needs for `rows` rows.
 int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows);
 
