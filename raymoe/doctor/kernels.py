@@ -415,21 +415,33 @@ def compressed_attention(dtype: torch.dtype) -> Iterator[Pair]:
     layout = CompressedLayout(
         width=RANK, window=WINDOW, ratio=ENTRY_TOKENS, num_sums=2, dtype=dtype
     )
-    sizes = ((HEADS, RANK), (RANK,), (4 * RANK,))
-    inputs = [random(count, *size).to(dtype) for size in sizes]
+    query_THW, row_TW = random(count, HEADS, RANK).to(dtype), random(count, RANK).to(dtype)
+    pooled_TX = random(count, 4 * RANK).to(dtype)
     angles_PR = random(max(CONTEXTS), ROPE_DIM // 2)
     tables = (angles_PR.cos(), angles_PR.sin())
     pooling = Pooling(bias_MX=random(ENTRY_TOKENS, 2 * RANK), norm_W=random(RANK), eps=1e-6)
     scoring = CompressedScoring(scale=RANK**-0.5, sinks_H=random(HEADS), pooling=pooling)
-    parts = zip(*(torch.split(each.double(), list(CONTEXTS)) for each in inputs), strict=True)
-    want = torch.cat([_attended_to_entries(*each, tables, scoring) for each in parts])
+    lengths = list(CONTEXTS)
+    parts = (torch.split(each.double(), lengths) for each in (query_THW, row_TW, pooled_TX))
+    want = torch.cat(
+        [
+            _attended_to_entries(query, row, pooled, tables, scoring)
+            for query, row, pooled in zip(*parts, strict=True)
+        ]
+    )
     blocks = len(CONTEXTS) * ceil_div(max(CONTEXTS), BLOCK_TOKENS)
     num_bytes = blocks * layout.block_bytes + len(CONTEXTS) * layout.sequence_bytes
     cache = torch.zeros(num_bytes, dtype=torch.uint8)
     for rows, batch in _steps(CONTEXTS):
-        some = (each[rows] for each in inputs)
         got = append_and_attend_compressed_on_host(
-            *some, cache, batch, layout=layout, tables=tables, scoring=scoring
+            query_THW[rows],
+            row_TW[rows],
+            pooled_TX[rows],
+            cache,
+            batch,
+            layout=layout,
+            tables=tables,
+            scoring=scoring,
         )
         yield got, want[rows]
 
@@ -484,7 +496,10 @@ def _turned(
     cos_CR, sin_CR = (table[position_C].double() for table in tables)
     turn_C1R = torch.complex(cos_CR, sign * sin_CR)[:, None]
     kept, ends = torch.split(rows_CHW, [RANK - ROPE_DIM, ROPE_DIM], dim=2)
-    turned = torch.view_as_complex(ends.unflatten(2, (-1, 2)).contiguous()) * turn_C1R
+    turned = (
+        torch.view_as_complex(ends.reshape(*ends.shape[:2], ROPE_DIM // 2, 2).contiguous())
+        * turn_C1R
+    )
     return torch.cat([kept, torch.view_as_real(turned).flatten(2)], dim=2)
 
 
