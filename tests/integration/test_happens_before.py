@@ -72,6 +72,7 @@ SLOW = [
     Case("nemotron_h", "micro_batches", "states and ring"),
     Case("nemotron_h", "flexgen_s4", "states", "preemption"),
     Case("kimi_linear", "vslpipe", "states and ring", "long prompt"),
+    Case("deepseek_v4", "micro_batches", "pages", "long prompt"),
     Case("deepseek_v3", "resident", "everything", "long prompt"),
     Case("qwen3_next", "resident", "everything", "preemption"),
 ]
