@@ -5,6 +5,7 @@ it activates (the expected number of distinct experts) and the KV cache. A phase
 its two times; nothing else costs time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,7 +56,14 @@ def job_bound(
     contexts = steps * prompt_tokens + rows * steps * generated_tokens // 2
     decode_flop = (work.token_flop + work.head_flop) * rows * steps + work.pair_flop * contexts
     decode_bytes = work.activated_weight_bytes(rows) * steps + work.kv_token_bytes * contexts
-    decode_bytes += 2 * work.state_bytes * rows * steps
+    decode_bytes += 2 * work.updated_bytes * rows * steps
+    for layer in work.layers:
+        if (recent := layer.recent) is not None:
+            seen = sum(_contexts(1, length, recent.window) for length in prompt_lengths)
+            prefill_flop += recent.pair_flop * seen
+            seen = sum(_contexts(length + 1, steps, recent.window) for length in prompt_lengths)
+            decode_flop += recent.pair_flop * seen
+            decode_bytes += recent.row_bytes * seen
     prefill = _phase(prefill_flop / flop_per_s, prefill_bytes / bytes_per_s)
     decode = _phase(decode_flop / flop_per_s, decode_bytes / bytes_per_s)
     return JobBound(
@@ -119,20 +127,24 @@ def device_bound(
     tokens = sum(prompt + generated - 1 for prompt, generated in rows)
     memory = hardware.host_memory_bytes + hardware.gpu_memory_bytes - work.all_weight_bytes
     longest_row = max(_pairs(work, [row], _kv_bytes, 0) / row[1] for row in rows)
-    through_memory = _pairs(work, rows, _kv_bytes, 0) / max(memory, longest_row)
+    longest_row += work.state_bytes
+    held_bytes = _pairs(work, rows, _kv_bytes, 0)
+    held_bytes += work.state_bytes * sum(generated for _, generated in rows)
+    through_memory = held_bytes / max(memory, longest_row)
     num_steps = max(through_memory, *(generated for _, generated in rows))
     read = num_steps * work.activated_weight_bytes(tokens / num_steps)
     on_device = num_steps * work.activated_weight_bytes(0) if has_host_experts else read
     held = num_steps * hardware.gpu_memory_bytes
-    kv_read = _pairs(work, rows, _kv_bytes, 1)
-    updated = 2 * work.state_bytes * sum(generated - 1 for _, generated in rows)
+    recent_flop, recent_bytes = _recent(work, rows)
+    kv_read = _pairs(work, rows, _kv_bytes, 1) + recent_bytes
+    updated = 2 * work.updated_bytes * sum(generated - 1 for _, generated in rows)
     both_bytes_per_s = hardware.gpu_bytes_per_s + hardware.host_bytes_per_s
     flop: float = work.token_flop * tokens + work.head_flop * sum(
         generated for _, generated in rows
     )
     for num_chosen, amount in _prefill_flop(work).items():
         flop += amount * sum(_contexts(1, prompt, num_chosen) for prompt, _ in rows)
-    flop += _pairs(work, rows, _pair_flop, 1)
+    flop += _pairs(work, rows, _pair_flop, 1) + recent_flop
     return DeviceBound(
         num_steps=num_steps,
         link_s=max(0.0, on_device - held) / hardware.htod_bytes_per_s,
@@ -165,6 +177,20 @@ def _pairs(
             for window, amount in windows.items()
         )
     )
+
+
+def _recent(work: ModelWork, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Operations of all tokens on rows in states, and bytes that steps read of them."""
+    amounts = Counter(layer.recent for layer in work.layers if layer.recent is not None)
+    flop = num_bytes = 0.0
+    for recent, count in amounts.items():
+        of_prompts = sum(_contexts(1, prompt, recent.window) for prompt, _ in rows)
+        of_steps = sum(
+            _contexts(prompt + 1, generated - 1, recent.window) for prompt, generated in rows
+        )
+        flop += count * recent.pair_flop * (of_prompts + of_steps)
+        num_bytes += count * recent.row_bytes * of_steps
+    return flop, num_bytes
 
 
 def _prefill_flop(work: ModelWork) -> dict[int | None, int]:

@@ -203,11 +203,8 @@ class Rates:
         Source: MoE-Lightning, section 4.2, equations 13 and 14, counting both products (queries by
         keys, scores by values) where its code counts one.
         """
-        if layer.state_bytes:
-            # Entries of earlier tokens, if there are any, come on top of the state.
-            flop = layer.pair_flop * (share.pairs + share.prompt_pairs)
-            read = share.context_tokens * layer.kv_token_bytes
-            return self.states_s(resource, share, layer) + self.roof_s(resource, flop, read)
+        if layer.state_bytes and layer.recent is None:
+            return self.states_s(resource, share, layer)
         if layer.num_chosen is not None:
             attended = share.within(layer.num_chosen)
             if attended != share:
@@ -229,32 +226,28 @@ class Rates:
         return self.roof_s(resource, flop, num_bytes)
 
     def _attention_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
+        work = layer.attention(share)
         if resource is Resource.GPU:
-            num_bytes = (share.context_tokens + 2 * share.rows) * layer.kv_token_bytes
-            return self.gpu_attention_s(share, num_bytes, layer)
-        flop = layer.pair_flop * share.pairs + layer.prefill_pair_flop * share.prompt_pairs
-        read = share.context_tokens * layer.kv_token_bytes
+            return self.gpu_attention_s(share, work.read_bytes + work.appended_bytes, layer)
         curves = self._host_curves
         if curves is None or not share.rows:
-            appended = 2 * share.rows * layer.kv_token_bytes
-            return self.roof_s(resource, flop, read / CPU_ATTENTION_EFFICIENCY + appended)
+            moved = work.read_bytes / CPU_ATTENTION_EFFICIENCY + work.appended_bytes
+            return self.roof_s(resource, work.flop, moved)
         left, seconds = self.host_bytes_per_s / self.hardware.host_bytes_per_s, 0.0
         if share.decode_rows:
             rate = left * curves.attention_bytes_per_s.at(share.pairs / share.decode_rows)
-            seconds += max(
-                share.pairs * layer.kv_token_bytes / rate,
-                layer.pair_flop * share.pairs / curves.attention_flop_per_s,
-            )
+            read = layer.attention(share.of_decoding).read_bytes
+            seconds += max(read / rate, work.decode_flop / curves.attention_flop_per_s)
         if share.prompt_pairs:
             # A whole prompt has half as many pairs per token as it has tokens.
             prompt = 2 * share.prompt_pairs / (share.rows - share.decode_rows)
             rate = curves.prefill_flop_per_s.at(prompt)
-            seconds += layer.prefill_pair_flop * share.prompt_pairs / rate
+            seconds += work.prompt_flop / rate
         return seconds
 
     def gpu_attention_s(self, share: AttentionShape, num_bytes: float, layer: LayerWork) -> float:
         """Seconds to attend on a GPU to KV that is there, with the bytes read and written."""
-        flop = layer.pair_flop * share.pairs + layer.prefill_pair_flop * share.prompt_pairs
+        flop = layer.attention(share).flop
         curves = self._device_curves
         if curves is not None and share.prompt_pairs and curves.prefill_flop_per_s is not None:
             chunk = 2 * share.prompt_pairs / share.rows
@@ -431,15 +424,19 @@ class StepCost:
     def rates(self) -> Rates:
         num_layers = len(self.work.layers)
         micro_batches = Counter(micro_batch.host for micro_batch in self.micro_batches)
-        layers = Counter((layer.window, layer.kv_token_bytes) for layer in self.work.layers)
-        read_bytes = sum(
-            count * number * host.within(window).context_tokens * kv_token_bytes
-            for (window, kv_token_bytes), number in layers.items()
-            for host, count in micro_batches.items()
+        layers = Counter(
+            (layer.window, layer.kv_token_bytes, layer.recent) for layer in self.work.layers
         )
+        read_bytes = 0.0
+        for (window, kv_token_bytes, recent), number in layers.items():
+            for host, count in micro_batches.items():
+                of_layer = host.within(window).context_tokens * kv_token_bytes
+                if recent is not None:
+                    of_layer += host.within(recent.window).context_tokens * recent.row_bytes
+                read_bytes += count * number * of_layer
         if not any(layer.states_on_device for layer in self.layers):
             decode_rows = sum(count * host.decode_rows for host, count in micro_batches.items())
-            read_bytes += 2 * self.work.state_bytes * decode_rows
+            read_bytes += 2 * self.work.updated_bytes * decode_rows
         if self.has_host_experts:
             num_launches = ceil_div(len(self.micro_batches), self.micro_batches_per_group)
             tokens = [self.launch_tokens(launch) for launch in range(num_launches)]
@@ -572,7 +569,8 @@ def _post_s(cost: StepCost, task: Task) -> float:
     seconds = cost.rates.product_s(task.resource, tokens, layer.post.plus(layer.router))
     between = tokens * cost.row_bytes(4 * cost.work.hidden_size)
     seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
-    again = 1 if layer.state_bytes else 0  # a gate of states reads the input of attention
+    # A gate of recurrent states reads the input of attention.
+    again = 1 if layer.state_bytes and layer.recent is None else 0
     return seconds + cost.mixing_s(task, tokens, factors=2, visits=5 + again)
 
 

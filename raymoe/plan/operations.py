@@ -2,7 +2,7 @@
 
 from raymoe.plan.plan import Plan
 from raymoe.plan.step import StepModel
-from raymoe.plan.work import ModelWork, Operation, StepLoad
+from raymoe.plan.work import MicroBatchShape, ModelWork, Operation, StepLoad
 from raymoe.schedule.graph import Op
 
 
@@ -38,10 +38,12 @@ def feed_forward(steps: StepModel, load: StepLoad) -> Operation:
 
 def attention(work: ModelWork, context: float) -> Operation:
     """Decode attention of one row with its KV on the host; a batch has the same intensity."""
-    kv_bytes = context * work.kv_token_bytes
+    row = MicroBatchShape.decode(1, context).host
+    layers = [layer.attention(row) for layer in work.layers]
+    read = sum(layer.read_bytes for layer in layers)
     return Operation(
         name=f"attention at {context:.0f} tokens",
-        flop=context * work.pair_flop,
-        near_bytes=kv_bytes,
-        far_bytes=kv_bytes,
+        flop=sum(layer.flop for layer in layers),
+        near_bytes=read,
+        far_bytes=read,
     )

@@ -25,6 +25,7 @@ from raymoe.specs.layer_weights import (
     MIXERS,
     OUTPUT,
     OUTPUT_GATE,
+    POSITION_BIAS,
     RECURRENT,
     ROUTER,
     Shape,
@@ -55,6 +56,7 @@ _READERS = (
     (GROUPED_OUTPUT, "post"),
     (ROUTER, "router"),
     (KV_UP, "up_project"),
+    (POSITION_BIAS, "added"),
     (LATENT_IN, "post"),
     *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
     *((name, "mixers") for name in MIXERS),
@@ -70,6 +72,49 @@ class Matrices(NamedTuple):
 
     def share(self, part: int, whole: int) -> "Matrices":
         return Matrices(self.parameters * part // whole, self.num_bytes * part // whole)
+
+
+class RecentRows(NamedTuple):
+    """Last rows of a sequence, which a layer's state has and attention reads besides KV.
+
+    Attributes:
+        window: How many there are at most.
+        pair_flop: Operations per pair of a token and a row that it sees.
+        row_bytes: Bytes of a row.
+        pooled_bytes: What entries are made of: bytes of a new token.
+        sum_bytes: Bytes of open windows in the state, which a decoding token reads and writes.
+    """
+
+    window: int
+    pair_flop: int
+    row_bytes: int
+    pooled_bytes: int
+    sum_bytes: int
+
+    @classmethod
+    def of(cls, attention: AnyAttentionSpec, bytes_per_element: int) -> Self | None:
+        if not isinstance(attention, CompressedAttentionSpec):
+            return None
+        return cls(
+            window=attention.sliding_window,
+            pair_flop=attention.row_flop,
+            row_bytes=bytes_per_element * attention.head_dim,
+            pooled_bytes=bytes_per_element * 2 * attention.pooled_width,
+            sum_bytes=attention.sum_bytes,
+        )
+
+
+class AttentionWork(NamedTuple):
+    """Operations of decoding and of prompt tokens, and bytes read and appended."""
+
+    decode_flop: float
+    prompt_flop: float
+    read_bytes: float
+    appended_bytes: float  # read and written
+
+    @property
+    def flop(self) -> float:
+        return self.decode_flop + self.prompt_flop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +148,7 @@ class LayerWork:
     # Of a layer that keeps a state: its bytes per sequence, and operations per token.
     state_bytes: int = 0
     state_flop: int = 0
+    recent: RecentRows | None = None  # None: every token reads and writes the whole state
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
@@ -146,12 +192,33 @@ class LayerWork:
             index_token_bytes=0 if indexer is None else indexer.key_width * kv_element_bytes,
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
+            recent=RecentRows.of(attention, bytes_per_element),
         )
 
     @property
     def when_choosing(self) -> Self:
         """The layer in long contexts: prompts use the absorbed form as well."""
         return replace(self, prefill_pair_flop=self.pair_flop)
+
+    def attention(self, share: "AttentionShape") -> AttentionWork:
+        """What to attend to KV, and to recent rows, takes; `share` is within the window."""
+        decode_flop = float(self.pair_flop * share.pairs)
+        prompt_flop = float(self.prefill_pair_flop * share.prompt_pairs)
+        read = self.kv_token_bytes * share.context_tokens
+        appended = 2 * self.kv_token_bytes * share.rows
+        if (recent := self.recent) is not None:
+            near = share.within(recent.window)
+            decode_flop += recent.pair_flop * near.pairs
+            prompt_flop += recent.pair_flop * near.prompt_pairs
+            read += recent.row_bytes * near.context_tokens
+            appended += (2 * recent.row_bytes + recent.pooled_bytes) * share.rows
+            appended += 2 * recent.sum_bytes * share.decode_rows
+        return AttentionWork(decode_flop, prompt_flop, read, appended)
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes of a sequence's state that a decoding token reads and writes."""
+        return self.state_bytes if self.recent is None else self.recent.sum_bytes
 
     @property
     def attention_parameters(self) -> int:
@@ -269,6 +336,11 @@ class ModelWork:
         """Bytes that a sequence of any length keeps in layers with states."""
         return sum(layer.state_bytes for layer in self.layers)
 
+    @cached_property
+    def updated_bytes(self) -> int:
+        """Bytes of a sequence's states that a decoding token reads and writes."""
+        return sum(layer.updated_bytes for layer in self.layers)
+
     @property
     def all_weight_bytes(self) -> float:
         layers = sum(layer.weight_bytes(layer.num_experts) for layer in self.layers)
@@ -310,6 +382,7 @@ def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, 
         "router": [],
         "up_project": [],
         "mixers": [],
+        "added": [],
     }
     for name, shape in attention_weights(layer, hidden_size):
         reader = next((part for prefix, part in _READERS if name.startswith(prefix)), "pre")
@@ -341,6 +414,16 @@ class AttentionShape:
     @property
     def past_tokens(self) -> float:
         return self.context_tokens - self.rows
+
+    @property
+    def of_decoding(self) -> "AttentionShape":
+        """The decoding tokens alone, each of which attends to all of its context."""
+        return AttentionShape(
+            rows=self.decode_rows,
+            decode_rows=self.decode_rows,
+            pairs=self.pairs,
+            context_tokens=self.pairs,
+        )
 
     def within(self, window: int | None) -> "AttentionShape":
         """The same attention with a sliding window; prompts are taken from their start."""

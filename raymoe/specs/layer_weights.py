@@ -29,6 +29,7 @@ TOKEN_EXPERTS = "mlp.gate.tid2eid"
 OUTPUT = "self_attn.o_proj"
 GROUPED_OUTPUT = "self_attn.o_a_proj"
 COMPRESSOR = "self_attn.compressor."
+POSITION_BIAS = f"{COMPRESSOR}position_bias"
 OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 INDEXER = "self_attn.indexer."
@@ -231,7 +232,7 @@ def _compressed(attention: CompressedAttentionSpec, hidden_size: int) -> NamedSh
     if attention.ratio is not None:
         for part in ("kv_proj", "gate_proj"):
             yield f"{COMPRESSOR}{part}.weight", (attention.pooled_width, hidden_size)
-        yield f"{COMPRESSOR}position_bias", (attention.ratio, attention.pooled_width)
+        yield POSITION_BIAS, (attention.ratio, attention.pooled_width)
         yield f"{COMPRESSOR}kv_norm.weight", (width,)
     latent = attention.num_groups * attention.group_rank
     yield f"{GROUPED_OUTPUT}.weight", (latent, attention.output_width // attention.num_groups)

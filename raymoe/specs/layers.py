@@ -487,20 +487,29 @@ class CompressedAttentionSpec:
         """Elements per token that a host holds, those of pooled float32 values counted twice."""
         return 2 * (self.prompt_width + self.head_dim) + 8 * self.pooled_width
 
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the float32 sums of open windows."""
+        return STATE_BYTES["float32"] * 3 * self.pooled_width
+
     def state_bytes(self, bytes_per_element: int) -> int:
-        """Bytes that a sequence keeps: its last rows, and float32 sums of open windows."""
-        rows = self.sliding_window * self.head_dim
-        return bytes_per_element * rows + STATE_BYTES["float32"] * 3 * self.pooled_width
+        """Bytes that a sequence keeps: its last rows, and sums of open windows."""
+        return bytes_per_element * self.sliding_window * self.head_dim + self.sum_bytes
 
     @property
     def token_flop(self) -> int:
-        """Operations of a token on the last rows, and on the sums of its windows."""
-        return 2 * self.prompt_width * self.sliding_window + 8 * self.pooled_width
+        """Operations of a token on the sums of its windows."""
+        return 8 * self.pooled_width
+
+    @property
+    def row_flop(self) -> int:
+        """Operations per pair of a token and one of the last rows, or an entry."""
+        return 2 * self.prompt_width
 
     @property
     def pair_flop(self) -> int:
         """Operations per pair of a token and an earlier one, by its share of an entry."""
-        return 0 if self.ratio is None else 2 * self.prompt_width // self.ratio
+        return 0 if self.ratio is None else self.row_flop // self.ratio
 
     @property
     def token_shapes(self) -> TokenShapes:

@@ -1,0 +1,172 @@
+"""Plans of DeepSeek-V4-Flash: work of its attention, counted by hand, and what memory it takes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from raymoe.plan.bound import device_bound, job_bound
+from raymoe.plan.cost import (
+    CPU_ATTENTION_EFFICIENCY,
+    DEVICE_ATTENTION_EFFICIENCY,
+    OVERHEAD_S,
+    StepCost,
+)
+from raymoe.plan.footprint import cache_bytes
+from raymoe.plan.operations import attention
+from raymoe.plan.policy import Policy
+from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork
+from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.hardware import HARDWARE_PRESETS, Curve, HostCurves
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.workload import Workload
+
+PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_models.json").read_text())
+(CONFIG,) = (x["config"] for x in PUBLISHED if x["name"] == "deepseek-ai/DeepSeek-V4-Flash")
+MODEL = ModelSpec.from_config(CONFIG)
+WORK = ModelWork.of(MODEL, 2)
+NODE = HARDWARE_PRESETS["l4"]
+WINDOW, CSA, HCA = 0, 2, 3  # a layer of each kind; there are 2, 21 and 20
+ROW_FLOP = 2 * 2 * 64 * 512  # of a token and a row that it sees: two products of 64 heads
+# Bytes of a row or entry, and of a sum: maximum, weight and weighted sum, each float32.
+ROW_BYTES, SUM_BYTES = 2 * 512, 3 * 4 * 512
+
+
+def decoding(rows: int, context: int) -> StepCost:
+    return StepCost(WORK, NODE, (MicroBatchShape.decode(rows, context),))
+
+
+def seconds(cost: StepCost, op: Op, resource: Resource, layer: int) -> float:
+    task = Task(op=op, layer=layer, part=0, resource=resource)
+    return cost.duration_s(task) - OVERHEAD_S[resource]
+
+
+@pytest.mark.parametrize(
+    ("layer", "entries", "num_sums"), [(WINDOW, 0, 0), (CSA, 256, 2), (HCA, 8, 1)]
+)
+def test_a_decoding_token_reads_its_window_and_the_entries_before_it(
+    layer: int, entries: int, num_sums: int
+) -> None:
+    """At 1,024 tokens of context; of an entry of 128 tokens a block keeps four places."""
+    work = WORK.layers[layer].attention(MicroBatchShape.decode(10, 1024).host)
+    places = 32 if layer == HCA else entries
+    assert work.decode_flop == 10 * (128 + entries) * ROW_FLOP
+    assert work.prompt_flop == 0
+    assert work.read_bytes == 10 * (128 + places) * ROW_BYTES
+    assert WORK.layers[layer].updated_bytes == num_sums * SUM_BYTES
+    assert WORK.layers[layer].state_bytes == 128 * ROW_BYTES + num_sums * SUM_BYTES
+
+
+def test_a_row_of_1024_takes_what_arithmetic_says() -> None:
+    """1.45 GFLOP and 11.3 MB of a step, and 128 operations for each byte."""
+    row = attention(WORK, 1024)
+    assert row.flop == pytest.approx(1.45e9, rel=5e-3)
+    assert row.near_bytes == pytest.approx(11.8e6, rel=5e-3)
+    assert row.near_intensity == pytest.approx(128, rel=0.05)
+
+
+def test_a_prompt_sees_half_of_its_entries_and_its_window() -> None:
+    prompt = MicroBatchShape.prefill(2, 512).device
+    near = 128 * 129 / 2 + (512 - 128) * 128  # pairs of a prompt
+    pairs = 512 * 513 / 2
+    for layer, ratio in ((CSA, 4), (HCA, 128)):
+        flop = WORK.layers[layer].attention(prompt).prompt_flop
+        assert flop == pytest.approx(2 * (near + pairs / ratio) * ROW_FLOP, rel=1e-3)
+
+
+def test_cores_and_gpu_take_the_longer_of_operations_and_bytes() -> None:
+    flop, read = 100 * (128 + 256) * ROW_FLOP, 100 * (128 + 256) * ROW_BYTES
+    values = 2 * 2 * 1024  # bytes of what a token adds to sums, and of what decides their weights
+    kept = 100 * (2 * ROW_BYTES + 2 * 256 + values + 4 * SUM_BYTES)
+    on_cores = seconds(decoding(100, 1024), Op.ATTN, Resource.CPU, CSA)
+    moved_s = (read / CPU_ATTENTION_EFFICIENCY + kept) / NODE.host_bytes_per_s
+    assert on_cores == pytest.approx(max(flop / NODE.host_flop_per_s, moved_s))
+    on_gpu = seconds(decoding(100, 1024), Op.ATTN, Resource.GPU, CSA)
+    flop_s = flop / (DEVICE_ATTENTION_EFFICIENCY * NODE.gpu_flop_per_s)
+    assert on_gpu == pytest.approx(max(flop_s, (read + kept) / NODE.gpu_bytes_per_s))
+
+
+def test_measured_rates_of_attention_serve_on_cores() -> None:
+    """As for latent attention: the rate of products of decoding, and that of prompts."""
+    constant = Curve(((1.0, 1e12),))
+    curves = HostCurves(
+        product_flop_per_s=constant,
+        expert_flop_per_s=constant,
+        attention_bytes_per_s=Curve(((1.0, 5e10),)),
+        attention_flop_per_s=4e11,
+        attention_bytes_per_s_of_threads=constant,
+        prefill_flop_per_s=Curve(((1.0, 3e11),)),
+        activation_bytes_per_s=1e10,
+    )
+    node = dataclasses.replace(NODE, host_curves=curves)
+    rates, layer = StepCost(WORK, node, (MicroBatchShape.decode(10, 1024),)).rates, WORK.layers[CSA]
+    shape = MicroBatchShape.decode(10, 1024).host
+    flop_s = 10 * (128 + 256) * ROW_FLOP / 4e11
+    assert rates.attention_s(Resource.CPU, shape, layer) == pytest.approx(flop_s)
+    prompt = MicroBatchShape.prefill(1, 512, is_on_host=True).host
+    prompt_s = layer.attention(prompt).prompt_flop / 3e11
+    assert rates.attention_s(Resource.CPU, prompt, layer) == pytest.approx(prompt_s)
+
+
+def test_the_link_is_slowed_by_what_cores_read() -> None:
+    """Of states they read the last rows, and read and write sums."""
+    read = 10 * (43 * 128 * ROW_BYTES + 1024 * 6016 + 2 * (2 * 21 + 20) * SUM_BYTES)
+    assert decoding(10, 1024).rates.read_bytes == pytest.approx(read / 43)
+
+
+def test_a_row_keeps_its_windows_and_six_kilobytes_for_each_token() -> None:
+    assert WORK.kv_token_bytes == 6016
+    assert WORK.state_bytes == 43 * 128 * ROW_BYTES + (2 * 21 + 20) * SUM_BYTES
+    assert WORK.state_bytes == pytest.approx(6.02e6, rel=1e-3)
+    policy = Policy(
+        max_num_seqs=100,
+        max_num_batched_tokens=1024,
+        max_prefill_chunk_tokens=512,
+        num_kv_blocks=3200,
+    )
+    states = policy.num_state_slots * WORK.state_bytes
+    assert cache_bytes(WORK, policy) == 3200 * 32 * 6016 + states
+
+
+def test_grouped_outputs_and_streams_count_among_products() -> None:
+    """Eight groups of 4,096 values, each to 1,024; 24 factors of 4 streams around each block."""
+    layer = WORK.layers[HCA]
+    assert layer.post.parameters == 8 * 4096 * 1024 + 8192 * 4096
+    assert layer.mixers.parameters == 2 * 24 * 4 * 4096
+    down, up, pooled = 4096 * (1024 + 512), 1024 * 64 * 512, 4096 * 2 * 512
+    assert layer.pre.parameters == down + up + pooled
+    assert WORK.layers[CSA].pre.parameters == down + up + 2 * pooled
+    assert all(each.router.parameters == 256 * 4096 for each in WORK.layers)
+
+
+def test_bounds_count_recent_rows_once_and_the_states_of_live_rows() -> None:
+    rows, prompt, generated = 50_000, 512, 128
+    workload = Workload(num_rows=rows, prompt_tokens=prompt, generated_tokens=generated)
+    bound = device_bound(WORK, NODE, workload)
+    without = [dataclasses.replace(each, recent=None) for each in WORK.layers]
+    less = device_bound(dataclasses.replace(WORK, layers=tuple(without)), NODE, workload)
+    near = 128 * 129 / 2 + (prompt - 128) * 128 + (generated - 1) * 128
+    rate = NODE.gpu_flop_per_s + NODE.host_flop_per_s
+    assert bound.gpu_s - less.gpu_s == pytest.approx(rows * 43 * near * ROW_FLOP / rate)
+    memory = NODE.host_memory_bytes + NODE.gpu_memory_bytes - WORK.all_weight_bytes
+    contexts = sum(range(prompt, prompt + generated))
+    held = rows * (6016 * contexts + generated * WORK.state_bytes)
+    assert bound.num_steps == pytest.approx(held / memory)
+    fast, none = (
+        job_bound(model, [prompt] * 64, generated, flop_per_s=1e12, bytes_per_s=1e18)
+        for model in (MODEL, _with_window_of_one())
+    )
+    more = 64 * 43 * (generated - 1) * 127 * ROW_FLOP / 1e12
+    assert fast.decode_s - none.decode_s == pytest.approx(more)
+
+
+def _with_window_of_one() -> ModelSpec:
+    return ModelSpec.from_config({**CONFIG, "sliding_window": 1})
+
+
+def test_recurrent_layers_have_no_recent_rows() -> None:
+    layers: tuple[LayerWork, ...] = ModelWork.of(
+        ModelSpec.from_config({"model_type": "kimi_linear"}), 2
+    ).layers
+    assert all(each.recent is None and each.updated_bytes == each.state_bytes for each in layers)
