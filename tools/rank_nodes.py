@@ -1,10 +1,14 @@
-"""Rank nodes for five models: `python -m tools.rank_nodes [--write]` prints two tables.
+"""Rank nodes for models, and plan models in demand for nodes.
 
-It runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000 --max-context
-4096 --json` for each. The first table is that of docs/nodes.md, the second that of RESULTS.md, and
-`--write` puts them there.
+`python -m tools.rank_nodes [costs|rates] [--write]` prints the tables of a kind, or of both.
+`costs` runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000
+--max-context 4096 --json` for five models: a table of docs/nodes.md, and one of RESULTS.md. `rates`
+plans 100,000 rows of models in demand for five GPUs and three sizes of host memory: another table
+of docs/nodes.md. `--write` puts the tables there.
 """
 
+import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,12 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raymoe.specs.hardware import HARDWARE_PRESETS, USABLE_FRACTION
+from raymoe.units import GIB
+
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "tests" / "data" / "published_models.json"
 PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 10_000_000
 MAX_CONTEXT = 4096
 API_PRICES = "OpenRouter, August 2026, by the list of pydantic/genai-prices (98e606a)"
 SHOWN = 3
+GPUS, HOST_GIB = ("l4", "a5000", "l40s", "4090", "h100"), (128, 256, 512)
+NUM_ROWS_OF_RATES, MAX_CONTEXT_OF_RATES = 100_000, 2048
+DEMANDED = f"| model | GiB | {' | '.join(GPUS)} | published, one GPU |"
+BOUNDS = {"htod": "link", "dtoh": "link", "cpu": "cores", "gpu": "GPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +64,46 @@ MODELS = (
 )
 
 
-def ranking(model: Model) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Demanded:
+    """A model in demand, and the best figure that others published for one GPU.
+
+    Attributes:
+        best: Tokens per second and where they were published; empty if none was found.
+    """
+
+    title: str
+    published: str
+    best: str
+    options: tuple[str, ...] = ()
+
+
+IN_DEMAND = (
+    Demanded(
+        "DeepSeek-V4-Flash, FP8 + FP4",
+        "deepseek-ai/DeepSeek-V4-Flash",
+        "65.6, 8 requests, 5090 (FreeToken#444)",
+    ),
+    Demanded("Ling-3.0-flash, MXFP4", "inclusionAI/Ling-3.0-flash", "", ("--weights", "mxfp4")),
+    Demanded(
+        "GLM-5.3-Flash, NVFP4",
+        "zai-org/GLM-5.3-Flash",
+        "16.8, 1 request, 5090 (FreeToken#292)",
+        ("--weights", "nvfp4"),
+    ),
+    Demanded("Kolibri-1, FP8", "Aleph-Alpha/Kolibri-1", ""),
+)
+
+
+def config_of(published: str) -> str:
+    """The configuration of a published model as JSON."""
     configs = {each["name"]: each["config"] for each in json.loads(PUBLISHED.read_text())}
+    return json.dumps(configs[published])
+
+
+def ranking(model: Model) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(configs[model.published]))
+        (Path(directory) / "config.json").write_text(config_of(model.published))
         job = ("--prompt-len", str(PROMPT_TOKENS), "--gen-len", str(GENERATED_TOKENS),
                "--max-context", str(MAX_CONTEXT))  # fmt: skip
         done = subprocess.run(
@@ -66,6 +113,44 @@ def ranking(model: Model) -> dict[str, Any]:
         )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def rate(model: Demanded, gpu: str, host_gib: int) -> str:
+    """Tokens per second on a node and what binds; a dash where the model does not fit.
+
+    That of steps full of prompts or of decoding, whichever would take longer for all rows.
+    """
+    memory = int(USABLE_FRACTION * host_gib * GIB)
+    node = dataclasses.replace(HARDWARE_PRESETS[gpu], host_memory_bytes=memory)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(config_of(model.published))
+        node.to_file(Path(directory) / "node.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "raymoe", "plan", "--model", directory, "--hardware",
+             f"{directory}/node.json", "--prompt-len", str(PROMPT_TOKENS), "--gen-len",
+             str(GENERATED_TOKENS), "--num-rows", str(NUM_ROWS_OF_RATES), "--max-context",
+             str(MAX_CONTEXT_OF_RATES), *model.options, "--json"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode and "short)" in done.stderr:
+        return "-"
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    prompts_s = PROMPT_TOKENS / found["prefill_tokens_per_s"]
+    is_of_prompts = prompts_s > GENERATED_TOKENS / found["decode_tokens_per_s"]
+    bound = BOUNDS[found["prompt_bound" if is_of_prompts else "bound"]]
+    return f"{found['tokens_per_s']:,.0f} {'fits' if found['schedule'] == 'resident' else bound}"
+
+
+def rates(models: tuple[Demanded, ...] = IN_DEMAND) -> str:
+    lines = [DEMANDED, f"|{'---|' * (len(GPUS) + 3)}"]
+    for model in models:
+        for host_gib in HOST_GIB:
+            print(f"planning {model.title} with {host_gib} GiB", file=sys.stderr)
+            cells = [rate(model, gpu, host_gib) for gpu in GPUS]
+            lines.append(f"| {model.title} | {host_gib} | {' | '.join(cells)} | {model.best} |")
+    return "\n".join(lines)
 
 
 def short_row(model: Model, found: dict[str, Any]) -> str:
@@ -117,7 +202,8 @@ def replace_table(path: Path, header: str, table: str) -> None:
     path.write_text(f"{before}{table}\n\n{after.split(chr(10) * 2, 1)[1]}")
 
 
-def main() -> None:
+def costs() -> tuple[str, str]:
+    """The short table and the long one; prints where prices come from."""
     found = {}
     for model in MODELS:
         print(f"planning {model.title}", file=sys.stderr)
@@ -127,10 +213,26 @@ def main() -> None:
     long += [row for each in found.items() for row in long_rows(*each)]
     prices = next(iter(found.values()))["prices"]
     print(f"Prices: {prices['source']} ({prices['date']}). API: {API_PRICES}.\n")
-    print("\n".join([*short, "", *long]))
-    if "--write" in sys.argv:
-        replace_table(ROOT / "docs" / "nodes.md", SHORT, "\n".join(short))
-        replace_table(ROOT / "raymoe" / "bench" / "RESULTS.md", LONG, "\n".join(long))
+    return "\n".join(short), "\n".join(long)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", nargs="?", choices=["costs", "rates"])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    kinds = [arguments.kind] if arguments.kind else ["costs", "rates"]
+    nodes, results = ROOT / "docs" / "nodes.md", ROOT / "raymoe" / "bench" / "RESULTS.md"
+    tables: list[tuple[Path, str, str]] = []
+    if "costs" in kinds:
+        short, long = costs()
+        tables += [(nodes, SHORT, short), (results, LONG, long)]
+    if "rates" in kinds:
+        tables.append((nodes, DEMANDED, rates()))
+    print("\n\n".join(table for _, _, table in tables))
+    if arguments.write:
+        for table in tables:
+            replace_table(*table)
 
 
 if __name__ == "__main__":

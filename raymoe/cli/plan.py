@@ -265,6 +265,7 @@ def plan_as_json(
         "host_memory": dict(plan.footprint.parts),
         "device_memory": plan.device_footprint and dict(plan.device_footprint.parts),
         "bound": str(plan.bound),
+        "prompt_bound": str(plan.prompt_bound),
         "prefill_tokens_per_s": plan.prefill_tokens_per_s,
         "decode_tokens_per_s": plan.decode_tokens_per_s,
         "tokens_per_s": plan.rate,

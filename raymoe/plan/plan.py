@@ -82,8 +82,11 @@ class Plan:
     @property
     def job_bound(self) -> Resource:
         """The bound of a full step: of decoding, or of prompts where nothing is generated."""
-        if self.workload.generates:
-            return self.bound
+        return self.bound if self.workload.generates else self.prompt_bound
+
+    @property
+    def prompt_bound(self) -> Resource:
+        """The bound of a step full of prompts."""
         load = self.prefill_load
         return bound_by(self.steps.schedule(load), self.steps.timeline(load))
 
