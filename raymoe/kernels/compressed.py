@@ -17,6 +17,7 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.elementwise import rms_norm_reference
+from raymoe.kernels.gpu_attention_batch import AttentionCompute, CompressedTokens
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CompressedLayout
 
 QUERIES_AT_ONCE = 128
@@ -117,6 +118,7 @@ class CompressedBatch:
         slot_K: Where, and in which row.
         row_K: The row.
         parts: None without entries.
+        tokens: For the kernel in Triton; torch attends for groups if it is None.
     """
 
     position_T: Tensor
@@ -126,10 +128,17 @@ class CompressedBatch:
     row_K: Tensor
     groups: tuple[Group, ...]
     parts: Parts | None
+    tokens: CompressedTokens | None = None
 
     @classmethod
-    def of(cls, batch: AttentionBatch, layout: CompressedLayout, num_heads: int) -> Self:
-        """Compute the indices, on the host.
+    def of(
+        cls,
+        batch: AttentionBatch,
+        layout: CompressedLayout,
+        num_heads: int,
+        compute: AttentionCompute | None = None,
+    ) -> Self:
+        """Compute the indices, on the host; `compute` is that of the kernel in Triton.
 
         Raises:
             ConfigError: The batch has no slots.
@@ -157,10 +166,13 @@ class CompressedBatch:
                     _num_entries(int(contexts[members].max()), layout),
                 )
                 for members, count in _group(num_new, contexts, layout, num_heads)
-            ),
+            )
+            if compute is None
+            else (),
             parts=None
             if layout.ratio is None or not len(position_T)
             else Parts.of(batch, position_T, layout.ratio),
+            tokens=None if compute is None else CompressedTokens.of(batch, compute),
         )
 
 
@@ -287,6 +299,19 @@ def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its t
         entries_NEW[parts.block_E, parts.row_E] = entry_E1W[:, 0].to(entries_NEW.dtype)
     row_TW = row_TW.to(rows_MRW.dtype)
     out_THW = torch.empty_like(query_THW)
+    if batch.tokens is not None and len(query_THW):
+        from raymoe.kernels.gpu_compressed import attend_launch  # noqa: PLC0415 - needs Triton
+
+        attend_launch(
+            query_THW,
+            row_TW,
+            (entries_NEW, rows_MRW),
+            batch.tokens,
+            out_THW,
+            layout=layout,
+            scale=scoring.scale,
+            sinks_H=scoring.sinks_H,
+        ).run()
     for group in batch.groups:
         recent_SXW = _recent(row_TW, rows_MRW, group)
         entry_SCW = entries_NEW[group.block_SM].flatten(1, 2)[:, : group.num_entries]

@@ -328,6 +328,41 @@ class ChoosingBatch:
         )
 
 
+# Of a token: its sequence's row in the block table, its slot (counted from the end), its position,
+# and that of its sequence's first new token.
+COMPRESSED_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedTokens:
+    """The tokens of a batch as the kernel of attention to compressed entries takes them.
+
+    Attributes:
+        tokens_TF: int32 [T, `COMPRESSED_FIELDS`].
+        table_SM: int32 block table; entries beyond a context are not read.
+    """
+
+    compute: AttentionCompute
+    tokens_TF: Tensor
+    table_SM: Tensor
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, compute: AttentionCompute) -> Self:
+        """Compute the fields, on the host; the batch has slots."""
+        assert batch.slots is not None, "checked by `CompressedBatch.of`"
+        starts, contexts = batch.query_start.int(), batch.context_tokens.int()
+        num_new = starts.diff()
+        sequence_T = torch.repeat_interleave(num_new)
+        first_S = contexts - num_new
+        position_T = torch.arange(len(sequence_T)) + (first_S - starts[:-1])[sequence_T]
+        fields = (sequence_T, -1 - batch.slots[sequence_T], position_T, first_S[sequence_T])
+        return cls(
+            compute=compute,
+            tokens_TF=torch.stack([each.int() for each in fields], dim=1),
+            table_SM=batch.block_table.int(),
+        )
+
+
 StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch
 
 

@@ -19,6 +19,7 @@ from raymoe.kernels.compressed import (
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_compressed import append_and_attend_compressed_on_host
 from raymoe.kernels.elementwise import Projected, copied, rms_norm
+from raymoe.kernels.gpu_attention_batch import attention_compute
 from raymoe.kernels.paged_kv import CompressedLayout
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
@@ -145,12 +146,21 @@ def _scoring(
 
 
 def staged_batches(
-    layers: Sequence[CompressedAttention], batch: AttentionBatch
+    layers: Sequence[CompressedAttention],
+    batch: AttentionBatch,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> CompressedBatches:
-    """Prepare a batch for `attend_staged`, once for all layers; on the host."""
+    """Prepare a batch for `attend_staged` on `device`, once for all layers; on the host.
+
+    The kernel in Triton multiplies on tensor cores alone; torch attends elsewhere.
+    """
     layouts = tuple(dict.fromkeys(layer.layout for layer in layers))
     num_heads = max(layer.num_heads for layer in layers)
-    batches = tuple(CompressedBatch.of(batch, layout, num_heads) for layout in layouts)
+    compute = attention_compute(device, dtype)
+    if compute is not None and (dtype == torch.float32 or not compute.has_tensor_cores):
+        compute = None
+    batches = tuple(CompressedBatch.of(batch, layout, num_heads, compute) for layout in layouts)
     return CompressedBatches(layouts, batches)
 
 

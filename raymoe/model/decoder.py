@@ -386,7 +386,7 @@ class Decoder:
         attentions = [layer.attention for layer in self._layers]
         compressed = [each for each in attentions if isinstance(each, CompressedAttention)]
         if compressed:
-            return staged_batches(compressed, batch)
+            return staged_batches(compressed, batch, device, self.dtype)
         states = next((each for each in attentions if isinstance(each, Recurrent)), None)
         return None if states is None else states.staged_batch(batch, device)
 

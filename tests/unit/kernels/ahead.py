@@ -21,7 +21,7 @@ def fitting_kernels(module: str, capability: int, cache: Path) -> list[dict[str,
     """Compile all kernels of a program beside this one and print them; each must fit the GPU.
 
     Args:
-        module: `compile_experts`, `compile_attention`, `compile_elementwise` or `compile_state`.
+        module: `compile_experts`, `compile_attention` and so on.
         capability: 75 is Turing, 90 Hopper.
         cache: Of Triton, so that nothing is compiled already.
     """

@@ -71,27 +71,35 @@ def entry(pooled_TX: Tensor, w: int, layout: CompressedLayout, pooling: Pooling)
 class Inputs:
     """Random inputs of sequences, and what attention makes of each sequence as a whole."""
 
-    def __init__(self, layout: CompressedLayout, lengths: list[int], way: str = "torch") -> None:
-        generator, self.way = torch.Generator().manual_seed(0), way
+    def __init__(
+        self,
+        layout: CompressedLayout,
+        lengths: list[int],
+        *,
+        seed: int = 0,
+        num_heads: int = HEADS,
+        way: str = "torch",
+    ) -> None:
+        generator, self.way = torch.Generator().manual_seed(seed), way
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
-        self.layout, self.lengths = layout, lengths
-        pooled_width = layout.num_sums * layout.width
-        self.queries = [normal(length, HEADS, WIDTH) for length in lengths]
-        self.rows = [normal(length, WIDTH) for length in lengths]
+        self.layout, self.lengths, self.num_heads = layout, lengths, num_heads
+        pooled_width, width = layout.num_sums * layout.width, layout.width
+        self.queries = [normal(length, num_heads, width) for length in lengths]
+        self.rows = [normal(length, width) for length in lengths]
         self.pooled = [3 * normal(length, 2 * pooled_width) for length in lengths]
         angles = torch.arange(512)[:, None] * 10.0 ** -torch.arange(ROPE // 2)
         pooling = None
         if layout.ratio is not None:
             pooling = Pooling(
-                bias_MX=normal(layout.ratio, pooled_width), norm_W=normal(WIDTH), eps=1e-6
+                bias_MX=normal(layout.ratio, pooled_width), norm_W=normal(width), eps=1e-6
             )
         self.tables = (angles.cos(), angles.sin())
         self.scoring = CompressedScoring(
             scale=0.3,
-            sinks_H=normal(HEADS),
+            sinks_H=normal(num_heads),
             pooling=pooling,
         )
 
