@@ -65,6 +65,13 @@ class Copies:
         rows[:, 1] += source.data_ptr()
         return cls(rows, can_batch=is_pinned)
 
+    @classmethod
+    def of_all(cls, first: Self, second: Self) -> Self:
+        """The copies of both, between the same memories."""
+        if not len(first.rows) or not len(second.rows):
+            return first if len(first.rows) else second
+        return cls(np.concatenate([first.rows, second.rows]), can_batch=first.can_batch)
+
 
 def _row(target: Tensor, source: Tensor) -> tuple[int, int, int]:
     if not (target.is_contiguous() and source.is_contiguous()):

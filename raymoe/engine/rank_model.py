@@ -330,6 +330,7 @@ def _load_memory(
         ring=steps.ring,
         staged_micro_batches=STAGED_MICRO_BATCHES,
         staged_blocks=steps.staged_blocks,
+        staged_slots=steps.staged_rows if model.work.stages_states else 0,
         has_sums=steps.has_sums,
         launch_tokens=steps.launch_tokens if steps.has_host_experts else 0,
         returned_sums=NUM_RETURNED_SUMS if steps.has_host_experts else 0,

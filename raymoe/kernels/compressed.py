@@ -263,6 +263,37 @@ def rotate_ends(
     return torch.cat([rows_TNW[..., :begin], rotated], dim=-1)
 
 
+def append_compressed(
+    row_TW: Tensor,
+    pooled_TX: Tensor,
+    cache: Tensor,
+    batch: CompressedBatch,
+    *,
+    layout: CompressedLayout,
+    tables: tuple[Tensor, Tensor],
+    pooling: Pooling | None,
+) -> None:
+    """Add the step's rows and entries to the cache, as `append_and_attend_compressed` does."""
+    entries_NEW, rows_MRW, sums_MA3W = layout.views(cache)
+    _append_entries(pooled_TX, (entries_NEW, sums_MA3W), batch, tables, pooling)
+    rows_MRW[batch.slot_K, batch.row_K] = row_TW.to(rows_MRW.dtype)[batch.kept_K]
+
+
+def _append_entries(  # noqa: PLR0917 - tensors of an operator
+    pooled_TX: Tensor,
+    entries_and_sums: tuple[Tensor, Tensor],
+    batch: CompressedBatch,
+    tables: tuple[Tensor, Tensor],
+    pooling: Pooling | None,
+) -> None:
+    entries_NEW, sums_MA3W = entries_and_sums
+    if pooling is None or batch.parts is None:
+        return
+    parts, entry_EW = batch.parts, _pool(pooled_TX, sums_MA3W, batch, pooling)
+    entry_E1W = rotate_ends(entry_EW[:, None], parts.position_E, tables)
+    entries_NEW[parts.block_E, parts.row_E] = entry_E1W[:, 0].to(entries_NEW.dtype)
+
+
 def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its tensors are its arguments
     query_THW: Tensor,
     row_TW: Tensor,
@@ -292,11 +323,7 @@ def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its t
             ended: some of these in ascending order, then -1.
     """
     entries_NEW, rows_MRW, sums_MA3W = layout.views(cache)
-    if scoring.pooling is not None and batch.parts is not None:
-        entry_EW = _pool(pooled_TX, sums_MA3W, batch, scoring.pooling)
-        parts = batch.parts
-        entry_E1W = rotate_ends(entry_EW[:, None], parts.position_E, tables)
-        entries_NEW[parts.block_E, parts.row_E] = entry_E1W[:, 0].to(entries_NEW.dtype)
+    _append_entries(pooled_TX, (entries_NEW, sums_MA3W), batch, tables, scoring.pooling)
     row_TW = row_TW.to(rows_MRW.dtype)
     out_THW = torch.empty_like(query_THW)
     if batch.tokens is not None and len(query_THW):

@@ -317,7 +317,7 @@ class CompressedLayout:
 
         Slot s has index M - 1 - s; the last blocks overlap slots and are no block's.
         """
-        slots = self._slots(cache)
+        slots = self.slots(cache)
         num_slots = len(slots)
         rows = slots[:, : self._row_bytes].view(self.dtype)
         rows_MRW = rows.view(num_slots, self.window, self.width)
@@ -329,12 +329,13 @@ class CompressedLayout:
         blocks = cache[: num_blocks * self.block_bytes].view(self.dtype)
         return blocks.view(num_blocks, *self.block_shape), rows_MRW, sums_MA3W
 
-    def _slots(self, cache: Tensor) -> Tensor:
+    def slots(self, cache: Tensor) -> Tensor:
+        """The bytes of all slots, [M, bytes]; slot s has index M - 1 - s."""
         return cache[len(cache) % self.sequence_bytes :].view(-1, self.sequence_bytes)
 
     def copy(self, cache: Tensor, copies: Iterable[tuple[int, int]]) -> None:
         """Copy slots, (from, to), in this order."""
-        slots = self._slots(cache)
+        slots = self.slots(cache)
         for source, target in copies:
             slots[-1 - target] = slots[-1 - source]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.elementwise import Projected, Routing
-from raymoe.kernels.paged_kv import CacheLayout, largest_layout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.specs.layers import TokenShapes, largest_sizes
 from raymoe.specs.model import ModelSpec, MoeSpec
 
@@ -30,6 +30,7 @@ class ActivationSizes:
         ring: Micro-batches whose attention is in progress at once.
         staged_micro_batches: Micro-batches whose KV is on the device at once.
         staged_blocks: KV blocks of one micro-batch on the device; 0 if the device never attends.
+        staged_slots: States of sequences that are staged with their KV, of one micro-batch.
         has_sums: Whether sums of expert outputs are kept between tasks of a layer.
         launch_tokens: Most tokens of a launch of the experts, where cores compute some; else 0.
         returned_sums: Launches for which the cores' sums are on the device at once.
@@ -40,6 +41,7 @@ class ActivationSizes:
     ring: int
     staged_micro_batches: int
     staged_blocks: int
+    staged_slots: int = 0
     has_sums: bool = False
     launch_tokens: int = 0
     returned_sums: int = 0
@@ -170,8 +172,13 @@ class DeviceActivations:
             for _ in range(sizes.ring)
         ]
         self._layouts, self._staged_blocks = layouts, sizes.staged_blocks
-        num_bytes = sizes.staged_blocks * largest_layout(layouts).block_bytes
+        self._staged_slots = sizes.staged_slots
+        num_bytes = max(map(self._staged_bytes, layouts))
         self._staged_kv = [allocate(num_bytes) for _ in range(sizes.staged_micro_batches)]
+
+    def _staged_bytes(self, layout: CacheLayout) -> int:
+        of_slots = self._staged_slots * layout.sequence_bytes
+        return self._staged_blocks * layout.block_bytes + of_slots
 
     def routing(self, rows: slice, top_k: int) -> Routing:
         """Experts of some tokens in a layer that chooses `top_k`."""
@@ -182,9 +189,11 @@ class DeviceActivations:
         return self._returned_sums[number][:tokens]
 
     def staged_kv(self, micro_batch: int, layer: int) -> Tensor:
-        """KV blocks of a micro-batch in a layer, [N, *block_shape]."""
+        """KV blocks of a micro-batch in a layer, [N, *block_shape]; bytes with those of states."""
         layout = self._layouts[layer]
-        memory = self._staged_kv[micro_batch][: self._staged_blocks * layout.block_bytes]
+        memory = self._staged_kv[micro_batch][: self._staged_bytes(layout)]
+        if layout.sequence_bytes:
+            return memory
         return memory.view(layout.dtype).view(self._staged_blocks, *layout.block_shape)
 
 

@@ -14,6 +14,7 @@ from raymoe.kernels.compressed import (
     CompressedScoring,
     Pooling,
     append_and_attend_compressed,
+    append_compressed,
     rotate_ends,
 )
 from raymoe.kernels.cpu_attention import AttentionBatch
@@ -98,6 +99,20 @@ class CompressedAttention(OneForm):
             tables=self._host_rotary.tables,
             scoring=self._on_host,
         ).flatten(1)
+
+    def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        """Append to the layer's cache on the host without attending; queries are not read."""
+        indices = CompressedBatch.of(batch, self._layout, self._spec.num_heads)
+        angles = self._host_rotary.angles(indices.position_T)
+        append_compressed(
+            projected.key_TGD[:, 0],
+            projected.value_TGV[:, 0],
+            cache,
+            indices,
+            layout=self._layout,
+            tables=(angles.cos_PR, angles.sin_PR),
+            pooling=self._on_host.pooling,
+        )
 
     def attend_staged(
         self,

@@ -331,7 +331,8 @@ class Decoder:
         Args:
             batch: Its block table is that of the staged blocks.
             device: Where the layers attend, which must get what is returned.
-            with_states: Sequences whose states are on the device; None if states are on the host.
+            with_states: Sequences whose states are on the device, or are staged there with their
+                blocks; None if states are on the host.
         """
         kv = self._staging_layer
         return StagedRows(
@@ -437,9 +438,7 @@ class Decoder:
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
         attention = self._layers[i].attention
-        assert not isinstance(attention, Recurrent | CompressedAttention), (
-            f"layer {i} has states, which have one home"
-        )
+        assert not isinstance(attention, Recurrent), f"layer {i} has states, which have one home"
         attention.append(projected, cache_layer, self._of_layer(i, batch))
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:

@@ -537,17 +537,21 @@ def _attention_s(cost: StepCost, task: Task) -> float:
 def _kv_s(cost: StepCost, task: Task) -> float:
     layer = cost.layer(task)
     share = cost.micro_batch(task).device.within(layer.window)
-    return cost.rates.copy_s(task.resource, share.past_tokens * layer.kv_token_bytes)
+    num_bytes = share.past_tokens * layer.kv_token_bytes
+    if layer.recent is not None:
+        num_bytes += share.decode_rows * layer.state_bytes
+    return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _device_attention_s(cost: StepCost, task: Task) -> float:
     layer, micro_batch = cost.layer(task), cost.micro_batch(task)
-    if layer.state_bytes:
+    if layer.state_bytes and layer.recent is None:
         both = micro_batch.host + micro_batch.device
         return cost.rates.states_s(task.resource, both, layer)
     share, rates = micro_batch.device.within(layer.window), cost.rates
     attended = share.within(layer.num_chosen)
-    num_bytes = layer.kv_token_bytes * attended.context_tokens
+    work = layer.attention(attended)
+    num_bytes = work.read_bytes + (0.0 if layer.recent is None else work.appended_bytes)
     if attended == share:
         return rates.gpu_attention_s(share, num_bytes, layer)
     chosen_s = rates.gpu_attention_s(attended, num_bytes, layer.when_choosing)
@@ -555,8 +559,8 @@ def _device_attention_s(cost: StepCost, task: Task) -> float:
 
 
 def _append_s(cost: StepCost, task: Task) -> float:
-    num_bytes = 2 * cost.micro_batch(task).device.rows * cost.layer(task).kv_token_bytes
-    return cost.rates.moved_s(task.resource, num_bytes)
+    work = cost.layer(task).attention(cost.micro_batch(task).device)
+    return cost.rates.moved_s(task.resource, work.appended_bytes)
 
 
 def _hidden_s(cost: StepCost, task: Task) -> float:

@@ -33,11 +33,14 @@ def device_footprint(model: ModelSpec, work: ModelWork, placement: Placement) ->
     sums = rows * work.expert_input * SUM_BYTES
     groups = 1 if placement.is_resident else placement.device.expert_groups
     intermediates = _intermediates(model, work, placement.launch_tokens, groups)
-    if placement.states_on_device:
+    if placement.states_on_device or (work.stages_states and placement.staged_blocks):
         intermediates += _state_intermediates(work, placement.micro_batch_tokens)
     intermediates += _selection_intermediates(work, tokens)
     head = _head_bytes(model, work)
     staged = STAGED_MICRO_BATCHES * placement.staged_blocks * _layer_block_bytes(work)
+    if work.stages_states:
+        state_bytes = max(layer.state_bytes for layer in work.kinds)
+        staged += STAGED_MICRO_BATCHES * placement.staged_rows * state_bytes
     activations = _routed(work, tokens) + ring + sums
     if is_resident:
         head += _embedding_bytes(model, work)

@@ -113,7 +113,8 @@ class Placement:
     def of(cls, model: ModelSpec, schedule: str, policy: Policy, bytes_per_element: int) -> Self:
         """Divide a model's weights into resident parts and pages, as the policy says.
 
-        Where weights stream, the host attends for all rows of a model whose states it holds.
+        Where weights stream, the host attends for all rows of a model whose states it holds, unless
+        these can be staged beside KV.
 
         Raises:
             ConfigError: The schedule cannot run with this policy.
@@ -125,7 +126,8 @@ class Placement:
                 f"states_on_device is set, but {model.name} has layers with a state and KV at "
                 "once, which stay together on the host where weights stream; leave it out"
             )
-        if model.has_states and streams and not device.states_on_device:
+        stay = model.has_states and not model.has_states_beside_kv
+        if stay and streams and not device.states_on_device:
             device = replace(device, staged_blocks=0)
             policy = replace(policy, device=device)
         return cls.of_layers(layer_sizes(model, bytes_per_element), schedule, policy)
@@ -285,6 +287,11 @@ class Placement:
         policy = self.policy
         mean = ceil_div(policy.max_num_batched_tokens, self.num_micro_batches)
         return min(policy.max_num_batched_tokens, mean + policy.max_prefill_chunk_tokens)
+
+    @property
+    def staged_rows(self) -> int:
+        """Rows of one micro-batch that attend on the device; each has a block there."""
+        return min(self.staged_blocks, self.policy.max_num_seqs)
 
     @property
     def staged_blocks(self) -> int:

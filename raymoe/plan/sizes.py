@@ -291,7 +291,7 @@ class Sizes:
         """Apply the settings the schedule fixes, and normalise equivalent points to one form."""
         fraction = CPU_ATTENTION_FRACTIONS.get(self.schedule, search_point.cpu_attention_fraction)
         states_on_device = search_point.states_on_device and self.job.work.state_bytes > 0
-        if self.job.work.state_bytes and not states_on_device:
+        if self._states_stay and not states_on_device:
             fraction = 1.0  # the host has the states, and attends for all
         num_micro_batches = min(
             search_point.num_micro_batches,
@@ -488,7 +488,7 @@ class Sizes:
     def _staged_blocks(
         self, search_point: SearchPoint, max_num_seqs: int, num_micro_batches: int
     ) -> int:
-        if self.job.work.state_bytes and not search_point.states_on_device:
+        if self._states_stay and not search_point.states_on_device:
             return 0
         rows = ceil_div(max_num_seqs, num_micro_batches)
         decoding = (1 - search_point.cpu_attention_fraction) * rows
@@ -496,6 +496,11 @@ class Sizes:
             2 * search_point.max_num_batched_tokens, num_micro_batches * KV_BLOCK_TOKENS
         )
         return int(decoding * blocks_of(self.job.workload.context_tokens)) + prompts + rows
+
+    @property
+    def _states_stay(self) -> bool:
+        """Whether states on the host cannot be staged, so that only the host attends."""
+        return self.job.work.state_bytes > 0 and not self.job.work.stages_states
 
     @property
     def has_ring(self) -> bool:

@@ -337,6 +337,11 @@ class ModelWork:
         return sum(layer.state_bytes for layer in self.layers)
 
     @cached_property
+    def stages_states(self) -> bool:
+        """Whether states of rows that attend on the device are copied there beside their KV."""
+        return any(layer.recent is not None for layer in self.layers)
+
+    @cached_property
     def updated_bytes(self) -> int:
         """Bytes of a sequence's states that a decoding token reads and writes."""
         return sum(layer.updated_bytes for layer in self.layers)

@@ -26,13 +26,17 @@ class Staging(NamedTuple):
         runs_N3: Blocks with earlier tokens: first block of the host cache, first block of the slot
             and number of blocks of each copy.
         num_blocks: Blocks of the slot in use, empty ones for new tokens included.
+        states_N3: States of sequences with earlier tokens: the slot of the host, the place among
+            the staged ones, and 1; none where layers keep no states.
     """
 
     runs_N3: Int64s
     num_blocks: int
+    states_N3: Int64s
 
 
-NOTHING_STAGED = Staging(np.empty((0, 3), np.int64), 0)
+NOTHING = np.empty((0, 3), np.int64)
+NOTHING_STAGED = Staging(NOTHING, 0, NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class MicroBatch:
         sequences: All of them, those of the host first.
         host: Sequences for which the host attends.
         device: Those for which the device does.
-        staged: The device's, with the block tables of the staging slot.
+        staged: The device's, with the block tables and slots of what is staged.
         staging: What is staged of a layer.
         window_staging: What is staged of a layer with a sliding window: no blocks behind it.
     """
@@ -242,7 +246,7 @@ def _micro_batch(
 
 
 def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Staging]:
-    """Where blocks of the device's share are staged, and what is copied there.
+    """Where blocks and states of the device's share are staged, and what is copied there.
 
     With a window it is for layers that see no more; the columns behind it repeat its first block.
     """
@@ -259,10 +263,15 @@ def _stage(share: Sequences, window: int | None = None) -> tuple[Sequences, Stag
     columns = np.arange(counts.max(initial=0))
     places = firsts[:-1, None] + np.maximum(columns - behind[:, None], 0)
     table = np.where(columns < counts[:, None], places, 0).astype(np.int32)
+    states_N3 = NOTHING
+    if share.slots is not None:
+        begun = np.flatnonzero(past > 0)
+        states_N3 = np.stack([share.slots[begun].astype(np.int64), begun, np.ones_like(begun)], 1)
+        share = replace(share, slots=np.arange(len(share), dtype=np.int32))
     is_filled = (columns >= behind[:, None]) & (columns < filled[:, None])
     host = source[:, : len(columns)][is_filled].astype(np.int64)
     runs_N3 = _runs(host, places[is_filled])
-    return replace(share, block_table=table), Staging(runs_N3, int(firsts[-1]))
+    return replace(share, block_table=table), Staging(runs_N3, int(firsts[-1]), states_N3)
 
 
 def _runs(host: Int64s, device: Int64s) -> Int64s:

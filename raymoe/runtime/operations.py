@@ -14,7 +14,7 @@ from raymoe.errors import CapacityError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.cpu_experts import ExpertGroup
 from raymoe.kernels.elementwise import Routing
-from raymoe.kernels.paged_kv import CacheLayout, largest_layout
+from raymoe.kernels.paged_kv import CacheLayout, CompressedLayout, largest_layout
 from raymoe.memory.activations import DeviceActivations, HostActivations, LayerActivations
 from raymoe.memory.kv_cache import copy_states
 from raymoe.memory.weight_pages import WeightPages
@@ -154,6 +154,7 @@ class StreamedMemory:
             copy_states(self.kv, self.layouts, batch.state_copies)
             copy_states(self.states, self.layouts, batch.state_copies)
         layout = largest_layout(self.layouts)
+        are_staged = any(isinstance(each, CompressedLayout) for each in self.layouts)
         has_states = any(len(states) for states in self.states)
         prompts = batch.prompt_tokens if decoder.needs_prompt_tokens else None
         staged = [
@@ -161,7 +162,11 @@ class StreamedMemory:
                 each.staged.to_tensors(),
                 layout,
                 self.torch_device,
-                with_states=each.sequences.to_tensors() if has_states else None,
+                with_states=each.sequences.to_tensors()
+                if has_states
+                else each.staged.to_tensors()
+                if are_staged
+                else None,
             )
             for each in cut.micro_batches
         ]
@@ -264,8 +269,21 @@ class StreamedMemory:
         staging = micro_batch.staging
         if self._decoder(state).is_windowed(task.layer):
             staging = micro_batch.window_staging
-        copies = Copies.of_runs(staged, cache, staging.runs_N3, is_pinned=self.is_cache_pinned)
-        return self._writing(task, state, copies, staged[: staging.num_blocks])
+        layout, is_pinned = self.layouts[task.layer], self.is_cache_pinned
+        if not isinstance(layout, CompressedLayout):
+            copies = Copies.of_runs(staged, cache, staging.runs_N3, is_pinned=is_pinned)
+            return self._writing(task, state, copies, staged[: staging.num_blocks])
+        (blocks, *_), (cached, *_) = layout.views(staged), layout.views(cache)
+        slots, of_host = layout.slots(staged), layout.slots(cache)
+        # The first slot is the last one in memory.
+        runs_N3 = [len(of_host) - 1, len(slots) - 1, 2] - staging.states_N3
+        copies = Copies.of_all(
+            Copies.of_runs(blocks, cached, staging.runs_N3, is_pinned=is_pinned)
+            if layout.block_bytes
+            else Copies(),
+            Copies.of_runs(slots, of_host, runs_N3, is_pinned=is_pinned),
+        )
+        return self._writing(task, state, copies, staged)
 
     def attend_on_device(self, task: Task, state: StreamedState) -> None:
         micro_batch, activations = state.micro_batch(task), self._on_device(task)

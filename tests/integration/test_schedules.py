@@ -6,12 +6,15 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from raymoe.config import EngineConfig
 from raymoe.device.lane import TaskMark
 from raymoe.device.mover import MoverLane
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.kernels.elementwise import Projected
+from raymoe.model.compressed import CompressedAttention
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Task
@@ -192,6 +195,38 @@ def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
     if placement == "ring" and schedule not in RING_SCHEDULES:
         pytest.skip("it loads whole layers")
     check("qwen2_moe", schedule, "long prompt", DEVICES[placement])
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "scenario", "placement"),
+    [
+        ("windows of 8 and 64 tokens, one expert", "cgopipe", "mixed lengths", "pages"),
+        pytest.param("plain", "vslpipe", "long prompt", "staged", marks=pytest.mark.slow),
+        ("plain", "micro_batches", "preemption", "ring"),
+        pytest.param(
+            "long windows first, none by token ids, two tokens as they are",
+            "flexgen_s3",
+            "early end",
+            "resident share",
+            marks=pytest.mark.slow,
+        ),
+        ("plain", "module_batching", "long prompt", "one micro-batch"),
+    ],
+)
+def test_attention_to_entries_is_divided_between_host_and_device(
+    name: str, schedule: str, scenario: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots and blocks of the device's rows are copied there, and the host appends for itself."""
+    attended: list[int] = []
+    attend = CompressedAttention.attend_staged
+
+    def counted(self: CompressedAttention, projected: Projected, *arguments: Any) -> Tensor:
+        attended.append(len(projected.query_THD))
+        return attend(self, projected, *arguments)
+
+    monkeypatch.setattr(CompressedAttention, "attend_staged", counted)
+    check_configuration(f"deepseek_v4: {name}", schedule, scenario, DEVICES[placement])
+    assert sum(attended)
 
 
 # Kinds of states, which differ in the kernels that update them.

@@ -183,7 +183,7 @@ def run_in_chunks(inputs: Inputs, chunk: int) -> list[Tensor]:
 @pytest.mark.parametrize("chunk", [1, 7, 500])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_sequences_in_chunks_are_attended_as_a_whole(kind: str, chunk: int, way: str) -> None:
-    inputs = Inputs(LAYOUTS[kind], [70, 3, 64], way)
+    inputs = Inputs(LAYOUTS[kind], [70, 3, 64], way=way)
     for s, result in enumerate(run_in_chunks(inputs, chunk)):
         torch.testing.assert_close(result, inputs.expected(s), rtol=1e-4, atol=1e-5)
 
@@ -191,7 +191,7 @@ def test_sequences_in_chunks_are_attended_as_a_whole(kind: str, chunk: int, way:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_entries_and_sums_do_not_depend_on_the_steps_of_a_window(kind: str, way: str) -> None:
-    inputs = Inputs(LAYOUTS[kind], [101, 77], way)
+    inputs = Inputs(LAYOUTS[kind], [101, 77], way=way)
     kept = []
     for chunk in (1, 5, 500):
         cache = Cache(inputs.layout, 2)
@@ -206,7 +206,7 @@ def test_entries_and_sums_do_not_depend_on_the_steps_of_a_window(kind: str, way:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_sequence_goes_on_from_the_copy_of_a_slot_and_shared_blocks(kind: str, way: str) -> None:
-    inputs = Inputs(LAYOUTS[kind], [101, 101], way)
+    inputs = Inputs(LAYOUTS[kind], [101, 101], way=way)
     for tensors in (inputs.queries, inputs.rows, inputs.pooled):
         tensors[1][:96] = tensors[0][:96]
     cache = Cache(inputs.layout, 2)
@@ -221,7 +221,7 @@ def test_a_sequence_goes_on_from_the_copy_of_a_slot_and_shared_blocks(kind: str,
 @pytest.mark.parametrize("way", WAYS)
 def test_an_entry_has_the_bits_of_the_cache_in_its_type(way: str) -> None:
     layout = replace(LAYOUTS["overlapping"], dtype=torch.bfloat16)
-    inputs = Inputs(layout, [70], way)
+    inputs = Inputs(layout, [70], way=way)
     for result, expected in zip(run_in_chunks(inputs, 9), [inputs.expected(0)], strict=True):
         torch.testing.assert_close(result, expected, rtol=0.1, atol=0.1)
     entries_NEW, rows_MRW, _ = layout.views(Cache(layout, 1).memory)

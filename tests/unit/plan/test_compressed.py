@@ -13,9 +13,10 @@ from raymoe.plan.cost import (
     OVERHEAD_S,
     StepCost,
 )
-from raymoe.plan.footprint import cache_bytes
+from raymoe.plan.footprint import cache_bytes, device_footprint
 from raymoe.plan.operations import attention
-from raymoe.plan.policy import Policy
+from raymoe.plan.placement import Placement
+from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import HARDWARE_PRESETS, Curve, HostCurves
@@ -170,3 +171,42 @@ def test_recurrent_layers_have_no_recent_rows() -> None:
         ModelSpec.from_config({"model_type": "kimi_linear"}), 2
     ).layers
     assert all(each.recent is None and each.updated_bytes == each.state_bytes for each in layers)
+
+
+def test_rows_on_the_device_bring_their_states_with_their_entries() -> None:
+    device = DevicePolicy(num_micro_batches=2, staged_blocks=100)
+    policy = Policy(
+        max_num_seqs=60,
+        max_num_batched_tokens=1024,
+        max_prefill_chunk_tokens=512,
+        num_kv_blocks=3200,
+        device=device,
+    )
+    placement = Placement.of(MODEL, "micro_batches", policy, 2)
+    assert not placement.attends_on_host
+    assert placement.staged_rows == 60
+    staged = device_footprint(MODEL, WORK, placement).bytes_of("staged KV")
+    assert staged == 2 * (100 * 8 * ROW_BYTES + 60 * (128 * ROW_BYTES + 2 * SUM_BYTES))
+    half = (MicroBatchShape.decode(100, 1024, cpu_attention_fraction=0.5),)
+    cost = StepCost(WORK, NODE, half)
+    moved = 50 * (1023 * 256 + 128 * ROW_BYTES + 2 * SUM_BYTES)
+    assert seconds(cost, Op.KV, Resource.HTOD, CSA) == pytest.approx(
+        moved / cost.rates.htod_bytes_per_s
+    )
+    flop_s = 50 * (128 + 256) * ROW_FLOP / (DEVICE_ATTENTION_EFFICIENCY * NODE.gpu_flop_per_s)
+    assert seconds(cost, Op.GATTN, Resource.GPU, CSA) >= flop_s
+    prompts = StepCost(WORK, NODE, (MicroBatchShape.prefill(2, 512),))
+    assert seconds(prompts, Op.KV, Resource.HTOD, CSA) == 0  # nothing is kept of them yet
+
+
+def test_recurrent_states_stay_where_they_are() -> None:
+    model = ModelSpec.from_config({"model_type": "kimi_linear"})
+    policy = Policy(
+        max_num_seqs=60,
+        max_num_batched_tokens=1024,
+        max_prefill_chunk_tokens=512,
+        num_kv_blocks=3200,
+        device=DevicePolicy(staged_blocks=100),
+    )
+    assert Placement.of(model, "micro_batches", policy, 2).attends_on_host
+    assert not ModelWork.of(model, 2).stages_states
