@@ -112,6 +112,24 @@ def test_only_blocks_with_earlier_tokens_are_staged() -> None:
     assert micro_batch.staging.num_blocks == 3 + 2 + 2
 
 
+def test_states_of_sequences_with_earlier_tokens_are_staged() -> None:
+    batch = make_batch([(1, 64), (40, 10), (50, 0)])
+    slots = np.array([7, 3, 5], np.int32)
+    batch = replace(batch, sequences=replace(batch.sequences, slots=slots))
+    division = Division(cpu_attention_fraction=0.0, staged_blocks=100)
+    (micro_batch,) = cut_batch(batch, 1, division).micro_batches
+    hosts, staged = micro_batch.device.slots, micro_batch.staged.slots
+    assert hosts is not None
+    assert staged is not None
+    assert sorted(hosts.tolist()) == [3, 5, 7]
+    assert staged.tolist() == [0, 1, 2]
+    past = micro_batch.device.context_tokens - micro_batch.device.num_scheduled_tokens
+    expected = [[hosts[i], i, 1] for i in range(3) if past[i]]
+    assert micro_batch.staging.states_N3.tolist() == expected
+    (without,) = cut([(1, 64)], 1, fraction=0.0).micro_batches
+    assert not len(without.staging.states_N3)
+
+
 @given(SEQUENCES, st.integers(1, 200), st.booleans())
 def test_blocks_behind_a_window_are_not_staged(
     sequences: list[tuple[int, int]], window: int, has_own_blocks: bool
