@@ -210,6 +210,16 @@ def append_and_attend_compressed(
     ratio: int,
     out: Tensor,
 ) -> None: ...
+def choose_blocks(
+    query: Tensor,
+    keys: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    block_table: Tensor,
+    block_tokens: int,
+    num_local: int,
+    out: Tensor,
+) -> None: ...
 def causal_conv(
     inputs: Tensor,
     weight: Tensor,

@@ -1,4 +1,4 @@
-// The selection of positions: checks, scores, and the largest of them.
+// The selection of positions and of blocks of positions: checks, scores, and the largest of them.
 #include "raymoe/index_selection.h"
 
 #include <algorithm>
@@ -115,7 +115,7 @@ Call make_call(const TensorView& query, const TensorView& keys, const TensorView
 
 /// Memory of a worker, kept from call to call.
 struct Worker {
-  std::vector<float> query, weights, products, scratch;
+  std::vector<float> query, weights, products, scratch, pooled;
   std::vector<uint64_t> ranks;
 };
 
@@ -128,7 +128,9 @@ Worker& worker_of(const Call& call) {
   return worker;
 }
 
-void rank_positions(const Call& call, int64_t token, Worker& worker) {
+/// Calls visit(first position, number of visible positions) after the products of each block.
+template <typename Visit>
+void for_each_block(const Call& call, int64_t token, Worker& worker, const Visit& visit) {
   const int64_t sequence = call.sequences[static_cast<size_t>(token)];
   const int32_t* table = call.step.block_table + sequence * call.step.table_stride;
   const int64_t end = call.position_of(token) + 1;
@@ -138,10 +140,16 @@ void rank_positions(const Call& call, int64_t token, Worker& worker) {
   tile.dim = call.dim;
   tile.scratch = worker.scratch.data();
   tile.out = worker.products.data();
-  worker.ranks.clear();
   for (int64_t first = 0; first < end; first += kBlockTokens) {
     tile.keys = call.keys + table[first / kBlockTokens] * call.block_bytes;
     call.kernel(tile);
+    visit(first, std::min(kBlockTokens, end - first));
+  }
+}
+
+void rank_positions(const Call& call, int64_t token, Worker& worker) {
+  worker.ranks.clear();
+  for_each_block(call, token, worker, [&](int64_t first, int64_t count) {
     float scores[kBlockTokens] = {};
     for (int64_t head = 0; head < call.num_heads; ++head) {
       const float weight = worker.weights[static_cast<size_t>(head)];
@@ -149,9 +157,23 @@ void rank_positions(const Call& call, int64_t token, Worker& worker) {
       for (int64_t i = 0; i < kBlockTokens; ++i)
         scores[i] += weight * (products[i] < 0.0f ? 0.0f : products[i]);
     }
-    const int64_t count = std::min(kBlockTokens, end - first);
     for (int64_t i = 0; i < count; ++i) worker.ranks.push_back(rank_of(scores[i], first + i));
-  }
+  });
+}
+
+/// The largest product of each head with the keys of each block that the token sees.
+void pool_blocks(const Call& call, int64_t token, int64_t block_tokens, int64_t num_blocks,
+                 Worker& worker) {
+  worker.pooled.assign(static_cast<size_t>(call.num_heads * num_blocks),
+                       -std::numeric_limits<float>::infinity());
+  for_each_block(call, token, worker, [&](int64_t first, int64_t count) {
+    for (int64_t head = 0; head < call.num_heads; ++head) {
+      const float* products = worker.products.data() + head * kBlockTokens;
+      float& pooled =
+          worker.pooled[static_cast<size_t>(head * num_blocks + first / block_tokens)];
+      for (int64_t i = 0; i < count; ++i) pooled = std::max(pooled, products[i]);
+    }
+  });
 }
 
 }  // namespace
@@ -177,6 +199,42 @@ void choose_positions(const TensorView& query, const TensorView& weights, const 
     widen(weights, token, worker.weights.data());
     rank_positions(call, token, worker);
     write_largest(worker.ranks, top_k, out.data<int32_t>() + token * top_k);
+  });
+}
+
+void choose_blocks(const TensorView& query, const TensorView& keys, const TensorView& query_start,
+                   const TensorView& context_tokens, const TensorView& block_table,
+                   int64_t block_tokens, int64_t num_local, const TensorView& out) {
+  const Call call = make_call(query, keys, query_start, context_tokens, block_table);
+  const int64_t num_tokens = query.size(0);
+  if (block_tokens < kBlockTokens || block_tokens % kBlockTokens != 0)
+    refuse("blocks of " + std::to_string(block_tokens) + " tokens, expected a multiple of " +
+           std::to_string(kBlockTokens));
+  if (num_local < 1) refuse("a token's own block must be among those that it always sees");
+  out.expect("index selection: out", DType::kInt32, 3).expect_contiguous("index selection: out");
+  out.expect_size("index selection: out", 0, num_tokens);
+  out.expect_size("index selection: out", 1, call.num_heads);
+  const int64_t top_k = out.size(2);
+  for (int64_t token = 0; token < num_tokens; ++token)
+    if (call.position_of(token) / block_tokens + 1 < top_k)
+      refuse("a token at position " + std::to_string(call.position_of(token)) + " cannot choose " +
+             std::to_string(top_k) + " blocks of " + std::to_string(block_tokens));
+  worker_pool()->for_each(num_tokens, 1, [&](int, int64_t token) {
+    Worker& worker = worker_of(call);
+    widen(query, token, worker.query.data());
+    const int64_t own = call.position_of(token) / block_tokens, num_blocks = own + 1;
+    pool_blocks(call, token, block_tokens, num_blocks, worker);
+    for (int64_t head = 0; head < call.num_heads; ++head) {
+      worker.ranks.clear();
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        const bool is_local = block > own - num_local;
+        const float score = worker.pooled[static_cast<size_t>(head * num_blocks + block)];
+        worker.ranks.push_back(
+            rank_of(is_local ? std::numeric_limits<float>::infinity() : score, block));
+      }
+      int32_t* chosen = out.data<int32_t>() + (token * call.num_heads + head) * top_k;
+      write_largest(worker.ranks, top_k, chosen);
+    }
   });
 }
 

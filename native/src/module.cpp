@@ -229,6 +229,10 @@ void bind_selection(py::module_& m) {
         py::arg("keys"), py::arg("query_start"), py::arg("context_tokens"),
         py::arg("block_table"), py::arg("out"), py::call_guard<py::gil_scoped_release>(),
         "See kernels/selection.py.");
+  m.def("choose_blocks", &choose_blocks, py::arg("query"), py::arg("keys"),
+        py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
+        py::arg("block_tokens"), py::arg("num_local"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/selection.py.");
 }
 
 void bind_compressed(py::module_& m) {

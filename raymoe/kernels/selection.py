@@ -18,7 +18,10 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend_latent
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES
+from raymoe.kernels.paged_kv import BLOCK_TOKENS
+
+# Upper bound of the chosen rows that are gathered in one call.
+GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,73 @@ def choose_positions_reference(
             scores_C = index_scores(query_JI, rows.weight_TJ[token].float(), seen_CI)
             out_TK[token] = chosen_of(scores_C, top_k).int()
     return out_TK
+
+
+def choose_blocks(
+    query_TX: Tensor,
+    keys_NBI: Tensor,
+    batch: AttentionBatch,
+    *,
+    top_k: int,
+    block_tokens: int,
+    num_local: int,
+) -> Tensor:
+    """Choose blocks of positions for each index head, [T, J, K] int32 in ascending order.
+
+    The score of a block is the largest product of the head's query with the keys in it that the
+    token sees; the token's own block and those before it, `num_local` in all, come first. Each
+    token sees at least `top_k` blocks. Equal scores go to the lower block.
+
+    Args:
+        query_TX: Index queries, [T, J * I].
+        block_tokens: Positions of a block, in multiples of those of a block of the cache.
+
+    Raises:
+        ConfigError: A shape, type or entry of the batch does not fit; names the argument.
+    """
+    num_heads = query_TX.shape[1] // keys_NBI.shape[2]
+    out_TJK = torch.empty(len(query_TX), num_heads, top_k, dtype=torch.int32)
+    try:
+        _native.choose_blocks(
+            query_TX,
+            keys_NBI,
+            batch.query_start,
+            batch.context_tokens,
+            batch.block_table,
+            block_tokens,
+            num_local,
+            out_TJK,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return out_TJK
+
+
+def choose_blocks_reference(
+    query_TX: Tensor,
+    keys_NBI: Tensor,
+    batch: AttentionBatch,
+    *,
+    top_k: int,
+    block_tokens: int,
+    num_local: int,
+) -> Tensor:
+    num_heads = query_TX.shape[1] // keys_NBI.shape[2]
+    out_TJK = torch.empty(len(query_TX), num_heads, top_k, dtype=torch.int32)
+    starts = batch.query_start.tolist()
+    for sequence, context in enumerate(batch.context_tokens.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].long()
+        keys_CI = keys_NBI[blocks].flatten(0, 1)[:context].float()
+        for token in range(begin, end):
+            seen_CI = keys_CI[: context - (end - token) + 1]
+            query_JI = query_TX[token].float().view(num_heads, -1)
+            products_JC = query_JI @ seen_CI.T
+            parts = torch.split(products_JC, block_tokens, dim=1)
+            scores_JY = torch.stack([part.amax(1) for part in parts], dim=1)
+            scores_JY[:, max(0, len(parts) - num_local) :] = torch.inf
+            out_TJK[token] = chosen_of(scores_JY, top_k).int()
+    return out_TJK
 
 
 def index_scores(query_QJI: Tensor, weight_QJ: Tensor, keys_CI: Tensor) -> Tensor:

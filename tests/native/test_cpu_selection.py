@@ -1,4 +1,4 @@
-"""Choice of positions against the plain reference, on every instruction set."""
+"""Choice of positions and of blocks against the plain reference, on every instruction set."""
 
 import itertools
 
@@ -17,6 +17,8 @@ from raymoe.kernels.selection import (
     Division,
     IndexRows,
     attend_chosen,
+    choose_blocks,
+    choose_blocks_reference,
     choose_positions,
     choose_positions_reference,
     chosen_of,
@@ -123,6 +125,50 @@ def test_a_choice_depends_on_nothing_but_the_own_sequence() -> None:
         )
         rows = case.rows.select(torch.tensor([token]))
         assert torch.equal(choose_positions(rows, case.keys, alone, 20)[0], together[token])
+
+
+@covering(
+    heads=HEADS,
+    dtypes=[(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP16, FP16)],
+    sizes=[(1, 32, 1), (2, 32, 2), (2, 32, 1), (1, 64, 1)],
+)
+def test_blocks_are_those_of_the_reference(
+    heads: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int]
+) -> None:
+    case = Case(heads, dtypes, values=WHOLE)
+    top_k, block_tokens, num_local = sizes
+    options = {"top_k": top_k, "block_tokens": block_tokens, "num_local": num_local}
+    chosen = choose_blocks(case.rows.query_TX, case.keys, case.batch, **options)
+    want = choose_blocks_reference(case.rows.query_TX, case.keys, case.batch, **options)
+    assert torch.equal(chosen, want)
+    positions = positions_of(case.batch)
+    if top_k > 1:  # the own block is always among them
+        assert torch.equal(chosen[..., -1].max(1).values, (positions // block_tokens).int())
+
+
+def positions_of(batch: AttentionBatch) -> Tensor:
+    num_new = batch.num_new
+    first = batch.context_tokens.long() - num_new - batch.query_start[:-1].long()
+    return torch.arange(int(num_new.sum())) + torch.repeat_interleave(first, num_new)
+
+
+def test_blocks_of_other_sizes_are_refused() -> None:
+    case = Case((2, 24))
+    for sizes, message in (
+        ((1, 48, 1), "blocks of 48 tokens, expected a multiple of 32"),
+        ((1, 32, 0), "own block"),
+        ((3, 32, 1), "cannot choose 3 blocks of 32"),
+    ):
+        top_k, block_tokens, num_local = sizes
+        with pytest.raises(ConfigError, match=message):
+            choose_blocks(
+                case.rows.query_TX,
+                case.keys,
+                case.batch,
+                top_k=top_k,
+                block_tokens=block_tokens,
+                num_local=num_local,
+            )
 
 
 @covering(dtypes=[(FP32, FP32), (BF16, BF16)], top_k=[5, 32, 33])

@@ -1,5 +1,5 @@
 // Selection of the positions that a token attends to, by the products of its index queries with the
-// index keys of its context (DeepSeek-V3.2's lightning indexer).
+// index keys of its context (DeepSeek-V3.2's lightning indexer, MiniMax-M3's blocks).
 //
 // Index keys of one layer lie in blocks of B = 32 tokens, of I elements each:
 //
@@ -38,5 +38,10 @@ RAYMOE_DECLARE_KERNELS(IndexKernels, index_kernels);
 void choose_positions(const TensorView& query, const TensorView& weights, const TensorView& keys,
                       const TensorView& query_start, const TensorView& context_tokens,
                       const TensorView& block_table, const TensorView& out);
+
+/// See choose_blocks in raymoe/kernels/selection.py.
+void choose_blocks(const TensorView& query, const TensorView& keys, const TensorView& query_start,
+                   const TensorView& context_tokens, const TensorView& block_table,
+                   int64_t block_tokens, int64_t num_local, const TensorView& out);
 
 }  // namespace raymoe

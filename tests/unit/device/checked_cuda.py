@@ -49,6 +49,7 @@ WRITTEN = {
     "append_latent": (),
     "argmax": ("ids",),
     "causal_conv": ("states", "out"),
+    "choose_blocks": ("out",),
     "choose_positions": ("out",),
     "fused_experts": ("out",),
     "gated_ffn": ("out",),
