@@ -176,6 +176,7 @@ def choose_positions(
     query_start: Tensor,
     context_tokens: Tensor,
     block_table: Tensor,
+    entry_tokens: int,
     out: Tensor,
 ) -> None: ...
 def pool_entries(

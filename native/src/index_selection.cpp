@@ -77,6 +77,8 @@ struct Call {
   int64_t block_bytes = 0;
   int64_t dim = 0;
   int64_t num_heads = 0;
+  int64_t entry_tokens = 1;  // that a key stands for
+  int64_t run_keys = kBlockTokens;
   IndexKernels::Kernel kernel = nullptr;
   std::vector<int64_t> sequences;  // of each token
 
@@ -84,14 +86,23 @@ struct Call {
     const int64_t sequence = sequences[static_cast<size_t>(token)];
     return step.first_position(sequence) + token - step.query_start[sequence];
   }
+
+  /// Entries whose tokens a token sees.
+  int64_t num_entries(int64_t token) const { return (position_of(token) + 1) / entry_tokens; }
 };
 
 Call make_call(const TensorView& query, const TensorView& keys, const TensorView& query_start,
-               const TensorView& context_tokens, const TensorView& block_table) {
+               const TensorView& context_tokens, const TensorView& block_table,
+               int64_t entry_tokens) {
   expect_float("index selection: query", query);
-  keys.expect_rank("index selection: keys", 3);
-  keys.expect_size("index selection: keys", 1, kBlockTokens);
+  if (entry_tokens < 1 || (kBlockTokens % entry_tokens != 0 && entry_tokens % kBlockTokens != 0))
+    refuse("entries of " + std::to_string(entry_tokens) +
+           " tokens, expected a divisor or a multiple of " + std::to_string(kBlockTokens));
   Call call;
+  call.entry_tokens = entry_tokens;
+  call.run_keys = std::max<int64_t>(1, kBlockTokens / entry_tokens);
+  keys.expect_rank("index selection: keys", 3);
+  keys.expect_size("index selection: keys", 1, call.run_keys);
   call.kernel = kernel_of(keys.dtype());
   call.dim = keys.size(2);
   if (keys.num_elements() > 0 && keys.stride(1) != call.dim)
@@ -128,28 +139,34 @@ Worker& worker_of(const Call& call) {
   return worker;
 }
 
-/// Calls visit(first position, number of visible positions) after the products of each block.
+/// Calls visit(first entry, number of visible entries) after the products of each tile.
 template <typename Visit>
-void for_each_block(const Call& call, int64_t token, Worker& worker, const Visit& visit) {
+void for_each_tile(const Call& call, int64_t token, Worker& worker, const Visit& visit) {
   const int64_t sequence = call.sequences[static_cast<size_t>(token)];
   const int32_t* table = call.step.block_table + sequence * call.step.table_stride;
-  const int64_t end = call.position_of(token) + 1;
+  const int64_t end = call.num_entries(token);
   IndexTile tile;
   tile.query = worker.query.data();
+  tile.run_keys = call.run_keys;
   tile.num_heads = call.num_heads;
   tile.dim = call.dim;
   tile.scratch = worker.scratch.data();
   tile.out = worker.products.data();
   for (int64_t first = 0; first < end; first += kBlockTokens) {
-    tile.keys = call.keys + table[first / kBlockTokens] * call.block_bytes;
+    const int64_t count = std::min(kBlockTokens, end - first);
+    tile.num_runs = (count + call.run_keys - 1) / call.run_keys;
+    for (int64_t run = 0; run < tile.num_runs; ++run) {
+      const int64_t last_token = (first + run * call.run_keys + 1) * call.entry_tokens - 1;
+      tile.runs[run] = call.keys + table[last_token / kBlockTokens] * call.block_bytes;
+    }
     call.kernel(tile);
-    visit(first, std::min(kBlockTokens, end - first));
+    visit(first, count);
   }
 }
 
-void rank_positions(const Call& call, int64_t token, Worker& worker) {
+void rank_entries(const Call& call, int64_t token, Worker& worker) {
   worker.ranks.clear();
-  for_each_block(call, token, worker, [&](int64_t first, int64_t count) {
+  for_each_tile(call, token, worker, [&](int64_t first, int64_t count) {
     float scores[kBlockTokens] = {};
     for (int64_t head = 0; head < call.num_heads; ++head) {
       const float weight = worker.weights[static_cast<size_t>(head)];
@@ -166,7 +183,7 @@ void pool_blocks(const Call& call, int64_t token, int64_t block_tokens, int64_t 
                  Worker& worker) {
   worker.pooled.assign(static_cast<size_t>(call.num_heads * num_blocks),
                        -std::numeric_limits<float>::infinity());
-  for_each_block(call, token, worker, [&](int64_t first, int64_t count) {
+  for_each_tile(call, token, worker, [&](int64_t first, int64_t count) {
     for (int64_t head = 0; head < call.num_heads; ++head) {
       const float* products = worker.products.data() + head * kBlockTokens;
       float& pooled =
@@ -180,8 +197,9 @@ void pool_blocks(const Call& call, int64_t token, int64_t block_tokens, int64_t 
 
 void choose_positions(const TensorView& query, const TensorView& weights, const TensorView& keys,
                       const TensorView& query_start, const TensorView& context_tokens,
-                      const TensorView& block_table, const TensorView& out) {
-  const Call call = make_call(query, keys, query_start, context_tokens, block_table);
+                      const TensorView& block_table, int64_t entry_tokens, const TensorView& out) {
+  const Call call =
+      make_call(query, keys, query_start, context_tokens, block_table, entry_tokens);
   const int64_t num_tokens = query.size(0);
   expect_float("index selection: weights", weights);
   weights.expect_size("index selection: weights", 0, num_tokens);
@@ -189,23 +207,22 @@ void choose_positions(const TensorView& query, const TensorView& weights, const 
   out.expect("index selection: out", DType::kInt32, 2).expect_contiguous("index selection: out");
   out.expect_size("index selection: out", 0, num_tokens);
   const int64_t top_k = out.size(1);
-  for (int64_t token = 0; token < num_tokens; ++token)
-    if (call.position_of(token) + 1 < top_k)
-      refuse("a token at position " + std::to_string(call.position_of(token)) + " cannot choose " +
-             std::to_string(top_k));
   worker_pool()->for_each(num_tokens, 1, [&](int, int64_t token) {
     Worker& worker = worker_of(call);
     widen(query, token, worker.query.data());
     widen(weights, token, worker.weights.data());
-    rank_positions(call, token, worker);
-    write_largest(worker.ranks, top_k, out.data<int32_t>() + token * top_k);
+    rank_entries(call, token, worker);
+    int32_t* chosen = out.data<int32_t>() + token * top_k;
+    const int64_t count = std::min(top_k, call.num_entries(token));
+    write_largest(worker.ranks, count, chosen);
+    std::fill(chosen + count, chosen + top_k, -1);
   });
 }
 
 void choose_blocks(const TensorView& query, const TensorView& keys, const TensorView& query_start,
                    const TensorView& context_tokens, const TensorView& block_table,
                    int64_t block_tokens, int64_t num_local, const TensorView& out) {
-  const Call call = make_call(query, keys, query_start, context_tokens, block_table);
+  const Call call = make_call(query, keys, query_start, context_tokens, block_table, 1);
   const int64_t num_tokens = query.size(0);
   if (block_tokens < kBlockTokens || block_tokens % kBlockTokens != 0)
     refuse("blocks of " + std::to_string(block_tokens) + " tokens, expected a multiple of " +

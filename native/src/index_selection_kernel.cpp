@@ -1,4 +1,4 @@
-// Products of index queries with the keys of a block. Lanes are positions, so that every
+// Products of index queries with the keys of a tile. Lanes are positions, so that every
 // instruction set sums the elements of a key in the same order.
 #include "raymoe/index_selection.h"
 #include "vec_f32.h"
@@ -8,13 +8,16 @@ namespace {
 
 constexpr int64_t kVectors = kBlockTokens / kLanes;
 
-/// Keys of a block by element: [dim, kBlockTokens].
+/// Keys of a tile by element: [dim, kBlockTokens]. Runs that are not there leave what was there.
 template <typename T>
 void transpose(const IndexTile& tile) {
-  const T* keys = static_cast<const T*>(tile.keys);
-  for (int64_t position = 0; position < kBlockTokens; ++position)
-    for (int64_t i = 0; i < tile.dim; ++i)
-      tile.scratch[i * kBlockTokens + position] = to_float(keys[position * tile.dim + i]);
+  for (int64_t run = 0; run < tile.num_runs; ++run) {
+    const T* keys = static_cast<const T*>(tile.runs[run]);
+    float* out = tile.scratch + run * tile.run_keys;
+    for (int64_t key = 0; key < tile.run_keys; ++key)
+      for (int64_t i = 0; i < tile.dim; ++i)
+        out[i * kBlockTokens + key] = to_float(keys[key * tile.dim + i]);
+  }
 }
 
 /// Products of `heads` neighbouring heads, which share the keys that are loaded.

@@ -227,8 +227,8 @@ void bind_attention(py::module_& m) {
 void bind_selection(py::module_& m) {
   m.def("choose_positions", &choose_positions, py::arg("query"), py::arg("weights"),
         py::arg("keys"), py::arg("query_start"), py::arg("context_tokens"),
-        py::arg("block_table"), py::arg("out"), py::call_guard<py::gil_scoped_release>(),
-        "See kernels/selection.py.");
+        py::arg("block_table"), py::arg("entry_tokens"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/selection.py.");
   m.def("choose_blocks", &choose_blocks, py::arg("query"), py::arg("keys"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
         py::arg("block_tokens"), py::arg("num_local"), py::arg("out"),

@@ -46,7 +46,7 @@ class DeviceCache:
         table_SM: int32, block table; or [S, 1], the first row of each sequence.
         key_strides: Strides between rows and between heads; rows only.
         block_tokens: Rows of an entry of the block table.
-        block_size: Elements between its entries; latents only.
+        block_size: Units between its entries; of paged memory only.
     """
 
     CHOSEN_UNIT: ClassVar[int] = 8  # elements; all rows begin at multiples of it
@@ -66,7 +66,10 @@ class DeviceCache:
 
     @classmethod
     def of_blocks(cls, cache: Tensor, layout: KvLayout, table_SM: Tensor) -> "DeviceCache":
-        """Wrap the blocks of one layer, [N, G, B * (D + V)] in the layout of `paged_kv`."""
+        """Wrap the blocks of one layer, [N, G, B * (D + V)] in the layout of `paged_kv`.
+
+        Blocks may be strided.
+        """
         units = cache if layout.pair == 1 else cache.view(torch.int32)
         return cls(
             keys=units,
@@ -77,6 +80,7 @@ class DeviceCache:
             pair=layout.pair,
             dims=(layout.head_dim, layout.value_dim),
             num_kv_heads=layout.num_kv_heads,
+            block_size=units.stride(0),
         )
 
     @classmethod

@@ -15,10 +15,11 @@ from torch import Tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CacheLayout
-from raymoe.kernels.selection import Division
+from raymoe.kernels.selection import Division, Pools
 from raymoe.kernels.torch_attention import PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, power_of_two, shared_memory_kib
 from raymoe.specs.hardware import HOPPER
+from raymoe.specs.layers import BlockIndexerSpec
 
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.
@@ -228,6 +229,7 @@ class LatentRaggedBatch:
         tokens_A: int64, tokens that use the absorbed form.
         alone: Tiles of one token; they index `tokens_A`.
         up_projected: The other sequences, in plain form.
+        pools: Of index keys; None where they are not pooled.
     """
 
     compute: AttentionCompute
@@ -236,6 +238,7 @@ class LatentRaggedBatch:
     tokens_A: Tensor
     alone: Tiles
     up_projected: tuple[UpProjected, ...]
+    pools: Pools | None = None
 
     @classmethod
     def of(
@@ -280,6 +283,8 @@ class ChoosingBatch:
         positions_L: int32, its position.
         num_positions: Exclusive upper bound of all positions.
         tiles: Of the tokens that choose, each over its chosen rows.
+        pools: Of index keys; None where they are not pooled.
+        entry_tokens: That an index key stands for.
     """
 
     compute: AttentionCompute
@@ -292,6 +297,8 @@ class ChoosingBatch:
     positions_L: Tensor
     num_positions: int
     tiles: Tiles
+    pools: Pools | None = None
+    entry_tokens: int = 1
     chosen: Chosen = field(default_factory=Chosen, compare=False)
 
     @classmethod
@@ -303,15 +310,17 @@ class ChoosingBatch:
         *,
         min_plain_tokens: int,
         top_k: int,
+        entry_tokens: int = 1,
     ) -> Self:
-        """Divide the tokens, on the host."""
-        division, work = Division.of(batch, top_k), _Work(batch)
+        """Divide the tokens, on the host.
+
+        Those that choose attend to `top_k` tokens and to those behind the last whole entry.
+        """
+        division, work = Division.of(batch, top_k + entry_tokens - 1), _Work(batch)
         late_T = division.late_T.numpy()
-        sequences_L = work.sequence_T[late_T]
-        firsts_S = work.contexts_S - work.num_scheduled_tokens_S
-        positions_L = firsts_S[sequences_L] + late_T - work.starts_S[sequences_L]
+        sequences_L, positions_L = work.places(late_T)
         index_L, ones_L = np.arange(len(late_T)), np.ones(len(late_T), np.int64)
-        fields = (index_L, index_L, ones_L, np.full(len(late_T), top_k - 1))
+        fields = (index_L, index_L, ones_L, top_k - 1 + (positions_L + 1) % entry_tokens)
         return cls(
             compute=compute,
             slots_T=_tensor(work.slots_T, torch.int64),
@@ -324,7 +333,10 @@ class ChoosingBatch:
             sequences_L=_tensor(sequences_L, torch.int32),
             positions_L=_tensor(positions_L, torch.int32),
             num_positions=int(work.contexts_S.max()),
-            tiles=Tiles(_tensor(np.stack(fields, axis=1), torch.int32), 1, top_k),
+            tiles=Tiles(
+                _tensor(np.stack(fields, axis=1), torch.int32), 1, top_k + entry_tokens - 1
+            ),
+            entry_tokens=entry_tokens,
         )
 
 
@@ -363,7 +375,57 @@ class CompressedTokens:
         )
 
 
-StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChoosingBatch:
+    """An `AttentionBatch` in which some tokens see more blocks than an indexer chooses.
+
+    Attributes:
+        everything: All tokens, for layers that do not choose.
+        early_T: int64, tokens that attend to all that they see; `early` counts only these.
+        late_T: int64, tokens that choose.
+        sequences_L: int32, row of each token that chooses in the block table.
+        positions_L: int32, its position.
+        num_positions: Exclusive upper bound of all positions.
+        tiles: Of the tokens that choose, each over its chosen blocks.
+    """
+
+    everything: RaggedBatch
+    early_T: Tensor
+    early: RaggedBatch
+    late_T: Tensor
+    sequences_L: Tensor
+    positions_L: Tensor
+    num_positions: int
+    tiles: Tiles
+    indexer: BlockIndexerSpec
+
+    @classmethod
+    def of(
+        cls, batch: AttentionBatch, compute: AttentionCompute, indexer: BlockIndexerSpec
+    ) -> Self:
+        """Divide the tokens, on the host."""
+        division, work = Division.of(batch, indexer.num_seen), _Work(batch)
+        late_T = division.late_T.numpy()
+        sequences_L, positions_L = work.places(late_T)
+        whole = (indexer.top_k - 1) * indexer.block_tokens
+        index_L, ones_L = np.arange(len(late_T)), np.ones(len(late_T), np.int64)
+        fields = (index_L, index_L, ones_L, whole + positions_L % indexer.block_tokens)
+        return cls(
+            everything=RaggedBatch.of(batch, compute),
+            early_T=division.early_T,
+            early=RaggedBatch.of(division.early, compute),
+            late_T=division.late_T,
+            sequences_L=_tensor(sequences_L, torch.int32),
+            positions_L=_tensor(positions_L, torch.int32),
+            num_positions=int(work.contexts_S.max()),
+            tiles=Tiles(_tensor(np.stack(fields, axis=1), torch.int32), 1, indexer.num_seen),
+            indexer=indexer,
+        )
+
+
+StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch | BlockChoosingBatch
 
 
 class _Work:
@@ -382,6 +444,12 @@ class _Work:
         self.table_SM = np.where(columns_M < counts_S[:, None], self._table_SM, 0)
         offsets_T = np.arange(len(self.sequence_T)) - self.starts_S[self.sequence_T]
         self.slots_T = self._slots(self.sequence_T, self._firsts_S[self.sequence_T] + offsets_T)
+
+    def places(self, tokens_L: Int64s) -> tuple[Int64s, Int64s]:
+        """Sequences and positions of some tokens."""
+        sequences_L = self.sequence_T[tokens_L]
+        positions_L = self._firsts_S[sequences_L] + tokens_L - self.starts_S[sequences_L]
+        return sequences_L, positions_L
 
     def tiles(self, chosen_S: Bools, tokens: int, *, is_packed: bool = False) -> Tiles:
         """Cut the new tokens of some sequences into tiles of at most `tokens`.

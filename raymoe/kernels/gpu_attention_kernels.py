@@ -36,7 +36,7 @@ class KernelCache:
             once depends on the step.
         key_head: Stride between KV heads.
         block_tokens: Rows that lie one after another for each entry of the block table.
-        block_size: Elements from one entry of the block table to the next.
+        block_size: Units from one block of a paged cache to the next.
         dot: Type of the products.
         step: Units of queries and keys in one product.
     """
@@ -103,7 +103,8 @@ def append_kernel(
     """Write the key and value of one token and KV head to their block of `paged_kv`.
 
     Keys [T, G, D] and values [T, G, V] are contiguous within a token; their strides are between
-    tokens. `cache_ptr` is [N, G, B * (D + V)]. `COLUMNS` is a power of two of at least D and V.
+    tokens. `cache_ptr` is [N, G, B * (D + V)]; its blocks may be
+    strided. `COLUMNS` is a power of two of at least D and V.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns_D = tl.arange(0, COLUMNS)
@@ -111,7 +112,7 @@ def append_kernel(
     slot = tl.load(slots_ptr + token)
     offset = slot % BLOCK_TOKENS
     size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim)
-    base = (slot // BLOCK_TOKENS * C.num_kv_heads + head) * size
+    base = slot // BLOCK_TOKENS * (C.block_size * C.pair) + head * size
     key_D = tl.load(key_ptr + token * key_stride + head * C.key_dim + columns_D, mask=is_column_D)
     pair = columns_D // C.pair
     keys_D = base + pair * (BLOCK_TOKENS * C.pair) + offset * C.pair + columns_D % C.pair
@@ -170,7 +171,7 @@ def places_of(
         blocks = blocks.to(tl.int64)
         if C.is_blocked:
             size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim) // C.pair
-            places = (blocks * C.num_kv_heads + kv_head) * size
+            places = blocks * C.block_size + kv_head * size
         else:
             places = blocks * C.block_size + positions % C.block_tokens * ROW + kv_head * HEAD
     else:

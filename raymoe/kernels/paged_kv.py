@@ -165,13 +165,18 @@ class LatentLayout:
 class IndexedLayout:
     """Blocks of another layout, each followed by the index keys of its tokens, [B, I].
 
+    Index keys may be pooled: [B / P, I] of whole entries, then [P, 2 I] of the tokens of an open
+    one, of which a block has at most one.
+
     Attributes:
         attended: What attention reads.
         index_dim: Elements of an index key (I).
+        pool: Tokens of an entry (P), a divisor of those of a block; None: keys are not pooled.
     """
 
     attended: KvLayout | LatentLayout
     index_dim: int
+    pool: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,8 +187,16 @@ class IndexedLayout:
         return prod(self.attended.block_shape)
 
     @property
+    def _key_elements(self) -> int:
+        return BLOCK_TOKENS // (self.pool or 1) * self.index_dim
+
+    @property
+    def _open_elements(self) -> int:
+        return 0 if self.pool is None else 2 * self.pool * self.index_dim
+
+    @property
     def block_shape(self) -> tuple[int]:
-        return (self._attended_elements + BLOCK_TOKENS * self.index_dim,)
+        return (self._attended_elements + self._key_elements + self._open_elements,)
 
     @property
     def block_bytes(self) -> int:
@@ -199,9 +212,15 @@ class IndexedLayout:
         return part_NX.view(len(cache), *self.attended.block_shape)
 
     def index_keys(self, cache: Tensor) -> Tensor:
-        """The index keys, [N, B, I]; a view."""
-        part_NX = cache[:, self._attended_elements :]
-        return part_NX.view(len(cache), BLOCK_TOKENS, self.index_dim)
+        """The index keys, [N, B, I] or [N, B / P, I]; a view."""
+        begin = self._attended_elements
+        part_NX = cache[:, begin : begin + self._key_elements]
+        return part_NX.view(len(cache), -1, self.index_dim)
+
+    def open_tokens(self, cache: Tensor) -> Tensor:
+        """The tokens of open entries, [N, P, 2 I]; a view."""
+        part_NX = cache[:, self._attended_elements + self._key_elements :]
+        return part_NX.view(len(cache), -1, 2 * self.index_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,11 @@ and NaN counts as the largest. Tokens before position `top_k` attend to all that
 token chooses depends only on its own index queries and the keys of its sequence: not on chunks,
 shared prefixes or other sequences.
 
+A key may stand for an entry of P tokens instead of one (`pooled_keys`). A token then chooses among
+the entries all of whose tokens it sees, and attends to the tokens behind them in any case.
+
 T tokens, C positions, K chosen ones, X index elements of a token, I elements of an index key, J
-index heads, B tokens of a block, W elements of a latent row.
+index heads, B tokens of a block, E keys of a block, W elements of a latent row.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,12 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.errors import ConfigError
-from raymoe.kernels.cpu_attention import AttentionBatch, append_and_attend_latent
+from raymoe.kernels.cpu_attention import (
+    AttentionBatch,
+    append_and_attend,
+    append_and_attend_latent,
+)
+from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 
 # Upper bound of the chosen rows that are gathered in one call.
@@ -28,7 +36,8 @@ GATHERED_BYTES = 64 << 20
 class IndexRows:
     """What an indexer makes of tokens: keys [T, I], queries [T, J * I] and weights of heads [T, J].
 
-    Factors that are the same for all positions are left out: they do not change the order.
+    Factors that are the same for all positions are left out: they do not change the order. Keys
+    that are pooled are followed by what decides their weights, [T, 2 I] in all.
     """
 
     key_TI: Tensor
@@ -37,8 +46,10 @@ class IndexRows:
 
     @classmethod
     def of(cls, row_TX: Tensor, num_heads: int, head_dim: int) -> "IndexRows":
-        """Split rows [T, I + J * I + J]; views."""
-        return cls(*torch.split(row_TX, [head_dim, num_heads * head_dim, num_heads], dim=1))
+        """Split rows [T, I + J * I + J], or with 2 I in front; views."""
+        key_width = row_TX.shape[1] - num_heads * (head_dim + 1)
+        sizes = [key_width, num_heads * head_dim, num_heads]
+        return cls(*torch.split(row_TX, sizes, dim=1))
 
     def select(self, rows: Tensor) -> "IndexRows":
         return IndexRows(self.key_TI[rows], self.query_TX[rows], self.weight_TJ[rows])
@@ -71,13 +82,102 @@ def sees_more_than(batch: AttentionBatch, number: int) -> bool:
     return len(batch.context_tokens) > 0 and int(batch.context_tokens.max()) > number
 
 
-def choose_positions(
-    rows: IndexRows, keys_NBI: Tensor, batch: AttentionBatch, top_k: int
-) -> Tensor:
-    """Choose the positions of tokens that see at least `top_k`, [T, K] int32 in ascending order.
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The entries of P tokens that a step completes, and the tokens of those that stay open.
+
+    Attributes:
+        token_EP: Tokens of the entries, counted in the step; negative ones are from earlier steps.
+        block_E: Blocks of the entries.
+        row_E: Their rows in these.
+        kept_K: Tokens of open entries.
+        block_K: Their blocks.
+        offset_K: Their places in the entries.
+    """
+
+    token_EP: Tensor
+    block_E: Tensor
+    row_E: Tensor
+    kept_K: Tensor
+    block_K: Tensor
+    offset_K: Tensor
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, pool: int) -> "Pools":
+        """Compute the indices, on the host."""
+        starts, contexts = batch.query_start.long(), batch.context_tokens.long()
+        sequence_T = torch.repeat_interleave(starts.diff())
+        position_T = torch.arange(len(sequence_T)) + (contexts - starts[1:])[sequence_T]
+        block_T = batch.block_table[sequence_T, position_T // BLOCK_TOKENS].long()
+        end_E = (position_T % pool == pool - 1).nonzero().flatten()
+        token_EP = end_E[:, None] + torch.arange(1 - pool, 1)
+        is_earlier_EP = token_EP < starts[sequence_T[end_E], None]
+        kept_K = (position_T >= (contexts // pool * pool)[sequence_T]).nonzero().flatten()
+        return cls(
+            token_EP=token_EP.masked_fill(is_earlier_EP, -1),
+            block_E=block_T[end_E],
+            row_E=position_T[end_E] % BLOCK_TOKENS // pool,
+            kept_K=kept_K,
+            block_K=block_T[kept_K],
+            offset_K=position_T[kept_K] % pool,
+        )
+
+
+def append_pooled_keys(
+    key_TX: Tensor, keys_NEI: Tensor, open_NPX: Tensor, *, pools: Pools, bias_PI: Tensor
+) -> None:
+    """Add tokens to the entries of their windows; in place, on the device of the arguments.
+
+    An entry is the sum of its tokens' keys, weighed in each dimension by a softmax over the tokens.
+    Open entries keep the tokens themselves, so that no entry depends on the steps that its tokens
+    came in.
 
     Args:
-        keys_NBI: Index keys of one layer, the tokens' own included; blocks may be strided.
+        key_TX: Keys of the tokens, then what decides their weights, [T, 2 I].
+        keys_NEI: Whole entries.
+        open_NPX: Tokens of the open entry of each block, of which at most one is used.
+        bias_PI: float32, added to what decides the weights, by place in the entry.
+    """
+    key_TX = key_TX.to(open_NPX.dtype)
+    token_EP = pools.token_EP
+    new_EPX = key_TX[token_EP.clamp_min(0)]
+    row_EPX = torch.where(token_EP[..., None] < 0, open_NPX[pools.block_E], new_EPX)
+    value_EPI, score_EPI = row_EPX.float().chunk(2, dim=2)
+    weight_EPI = (score_EPI + bias_PI).softmax(dim=1)
+    keys_NEI[pools.block_E, pools.row_E] = (weight_EPI * value_EPI).sum(1).to(keys_NEI.dtype)
+    open_NPX[pools.block_K, pools.offset_K] = key_TX[pools.kept_K]
+
+
+def with_tail(chosen_TK: Tensor, position_T: Tensor, pool: int) -> Tensor:
+    """Positions of chosen entries of P tokens and of the tokens behind all entries.
+
+    Returns:
+        [T, K * P + P - 1] int32 in ascending order, then -1 where the token sees no more.
+    """
+    offset_P = torch.arange(pool, device=chosen_TK.device, dtype=torch.int32)
+    entries_TX = (chosen_TK[..., None] * pool + offset_P).flatten(1)
+    position_T1 = position_T[:, None].int()
+    tail_TP = (position_T1 + 1) // pool * pool + offset_P[: pool - 1]
+    return torch.cat([entries_TX, tail_TP.masked_fill(tail_TP > position_T1, -1)], dim=1)
+
+
+def positions_of(batch: AttentionBatch) -> Tensor:
+    """Position of each token, [T] int64."""
+    starts = batch.query_start.long()
+    first_S = batch.context_tokens.long() - starts[1:]
+    sequence_T = torch.repeat_interleave(starts.diff())
+    return torch.arange(len(sequence_T)) + first_S[sequence_T]
+
+
+def choose_positions(
+    rows: IndexRows, keys_NEI: Tensor, batch: AttentionBatch, top_k: int, *, entry_tokens: int = 1
+) -> Tensor:
+    """Choose positions, or entries of `entry_tokens` each, [T, K] int32 in ascending order.
+
+    Tokens that see fewer choose all of them; -1 follows.
+
+    Args:
+        keys_NEI: Index keys of one layer, the tokens' own included; blocks may be strided.
 
     Raises:
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
@@ -87,10 +187,11 @@ def choose_positions(
         _native.choose_positions(
             rows.query_TX,
             rows.weight_TJ,
-            keys_NBI,
+            keys_NEI,
             batch.query_start,
             batch.context_tokens,
             batch.block_table,
+            entry_tokens,
             out_TK,
         )
     except ValueError as error:
@@ -99,19 +200,21 @@ def choose_positions(
 
 
 def choose_positions_reference(
-    rows: IndexRows, keys_NBI: Tensor, batch: AttentionBatch, top_k: int
+    rows: IndexRows, keys_NEI: Tensor, batch: AttentionBatch, top_k: int, *, entry_tokens: int = 1
 ) -> Tensor:
-    out_TK = torch.empty(len(rows.query_TX), top_k, dtype=torch.int32)
+    out_TK = torch.full((len(rows.query_TX), top_k), -1, dtype=torch.int32)
     starts = batch.query_start.tolist()
     for sequence, context in enumerate(batch.context_tokens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
-        blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].long()
-        keys_CI = keys_NBI[blocks].flatten(0, 1)[:context].float()
+        last_C = torch.arange(entry_tokens - 1, context, entry_tokens)
+        blocks_C = batch.block_table[sequence, last_C // BLOCK_TOKENS].long()
+        keys_CI = keys_NEI[blocks_C, last_C % BLOCK_TOKENS // entry_tokens].float()
         for token in range(begin, end):
-            seen_CI = keys_CI[: context - (end - token) + 1]
+            seen_CI = keys_CI[: (context - (end - token) + 1) // entry_tokens]
             query_JI = rows.query_TX[token].float().view(-1, keys_CI.shape[1])
             scores_C = index_scores(query_JI, rows.weight_TJ[token].float(), seen_CI)
-            out_TK[token] = chosen_of(scores_C, top_k).int()
+            count = min(top_k, len(seen_CI))
+            out_TK[token, :count] = chosen_of(scores_C, count).int()
     return out_TK
 
 
@@ -201,6 +304,13 @@ def chosen_of(scores_QC: Tensor, top_k: int) -> Tensor:
     return ranks_QC.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
+def chosen_blocks_of(scores_QY: Tensor, own_Q1: Tensor, top_k: int, num_local: int) -> Tensor:
+    """Indices of the largest scores of blocks, the token's own block and those before it first."""
+    block_Y = torch.arange(scores_QY.shape[-1], device=scores_QY.device)
+    is_local_QY = (block_Y <= own_Q1) & (block_Y > own_Q1 - num_local)
+    return chosen_of(scores_QY.masked_fill(is_local_QY, torch.inf), top_k)
+
+
 def attend_chosen(
     query_THW: Tensor,
     latents_NBW: Tensor,
@@ -213,10 +323,11 @@ def attend_chosen(
     """Attend to the chosen latent rows of each token, which are in the cache already; [T, H, R].
 
     Precision and errors are those of `cpu_attention.append_and_attend_latent`; the order of sums is
-    that of the positions.
+    that of the positions. Each token chooses some, and -1 may follow.
     """
-    num_tokens, top_k = chosen_TK.shape
+    num_tokens = len(chosen_TK)
     out_THR = query_THW.new_empty(*query_THW.shape[:2], rank)
+    count_T = (chosen_TK >= 0).sum(1, dtype=torch.int32)
     blocks_TK, offsets_TK = places_of(batch, chosen_TK)
     num_blocks = blocks_TK.shape[1] // BLOCK_TOKENS
     block_bytes = BLOCK_TOKENS * latents_NBW.shape[2] * latents_NBW.dtype.itemsize
@@ -227,11 +338,11 @@ def attend_chosen(
         count = len(rows_tKW)
         out_THR[some] = append_and_attend_latent(
             query_THW[some],
-            rows_tKW[:, top_k - 1].to(query_THW.dtype),  # written over itself
+            rows_tKW[:, -1].to(query_THW.dtype),  # the last chosen one, written over itself
             rows_tKW.view(count * num_blocks, BLOCK_TOKENS, -1),
             AttentionBatch(
                 query_start=torch.arange(count + 1, dtype=torch.int32),
-                context_tokens=torch.full((count,), top_k, dtype=torch.int32),
+                context_tokens=count_T[some],
                 block_table=torch.arange(count * num_blocks, dtype=torch.int32).view(count, -1),
             ),
             rank=rank,
@@ -243,7 +354,83 @@ def attend_chosen(
 def places_of(batch: AttentionBatch, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Block and offset of chosen positions, the last one repeated up to whole blocks of them."""
     padding = -chosen_TK.shape[1] % BLOCK_TOKENS
-    chosen_TK = torch.cat([chosen_TK, chosen_TK[:, -1:].expand(-1, padding)], dim=1).long()
+    last_T1 = chosen_TK.amax(1, keepdim=True)
+    chosen_TK = torch.cat([chosen_TK, last_T1.expand(-1, padding)], dim=1)
+    chosen_TK = chosen_TK.where(chosen_TK >= 0, last_T1).long()
     sequence_T = torch.repeat_interleave(batch.num_new)
     blocks_TK = batch.block_table.long()[sequence_T[:, None], chosen_TK // BLOCK_TOKENS]
     return blocks_TK, chosen_TK % BLOCK_TOKENS
+
+
+def block_places(
+    batch: AttentionBatch, chosen_TGK: Tensor, block_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Blocks of the cache that chosen blocks of positions are, [T, G, M], and contexts [T].
+
+    A chosen block may be several of the cache. The token's own block is among the chosen ones, and
+    all but that are whole.
+    """
+    position_T, parts = positions_of(batch), block_tokens // BLOCK_TOKENS
+    column_TGM = (chosen_TGK.long()[..., None] * parts + torch.arange(parts)).flatten(2)
+    column_TGM = column_TGM.minimum((position_T // BLOCK_TOKENS)[:, None, None])
+    sequence_T = torch.repeat_interleave(batch.num_new)
+    table_TGM = batch.block_table[sequence_T[:, None, None], column_TGM]
+    context_T = (chosen_TGK.shape[2] - 1) * block_tokens + position_T % block_tokens + 1
+    return table_TGM, context_T.int()
+
+
+def attend_blocks(
+    projected: Projected,
+    cache: Tensor,
+    batch: AttentionBatch,
+    chosen_TGK: Tensor,
+    *,
+    block_tokens: int,
+    scale: float,
+) -> Tensor:
+    """Attend to the blocks that each KV head of each token chose; [T, H * V].
+
+    Precision and errors are those of `cpu_attention.append_and_attend`. Keys and values are in the
+    cache already. The only new token of a sequence reads them there; several read copies, as the
+    kernel clears what follows a token that begins a block.
+
+    Args:
+        cache: Blocks of one layer, [N, G, B * (D + V)]; they may be strided.
+    """
+    table_TGM, context_T = block_places(batch, chosen_TGK, block_tokens)
+    num_tokens, num_kv_heads, num_blocks = table_TGM.shape
+    is_alone_T = (batch.num_new == 1).repeat_interleave(batch.num_new)
+    alone_T, together_T = is_alone_T.nonzero().flatten(), (~is_alone_T).nonzero().flatten()
+    at_once = max(1, GATHERED_BYTES // (num_blocks * cache[0, 0].nbytes))
+    outs = []
+    for head in range(num_kv_heads):
+        own, blocks_N1X = _of_kv_head(projected, head, num_kv_heads), cache[:, head : head + 1]
+        width = own.query_THD.shape[1] * own.value_TGV.shape[2]
+        out_TX = own.query_THD.new_empty(num_tokens, width)
+        for rows in (alone_T, *together_T.split(at_once)):
+            if not len(rows):
+                continue
+            table_tM, memory = table_TGM[rows, head], blocks_N1X
+            if rows is not alone_T:
+                memory = blocks_N1X[table_tM.flatten().long()]
+                table_tM = torch.arange(table_tM.numel(), dtype=torch.int32).view(len(rows), -1)
+            out_TX[rows] = append_and_attend(
+                *(each[rows] for each in own),
+                memory,
+                AttentionBatch(
+                    query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+                    context_tokens=context_T[rows],
+                    block_table=table_tM.contiguous(),
+                ),
+                scale=scale,
+            )
+        outs.append(out_TX)
+    return torch.cat(outs, dim=1)
+
+
+def _of_kv_head(projected: Projected, head: int, num_kv_heads: int) -> Projected:
+    """Queries, key and value of one KV head."""
+    query_THD, key_TGD, value_TGV = projected
+    own, group = slice(head, head + 1), query_THD.shape[1] // num_kv_heads
+    queries = query_THD[:, head * group : (head + 1) * group]
+    return Projected(queries, key_TGD[:, own], value_TGV[:, own])

@@ -18,7 +18,14 @@ from raymoe.kernels.paged_kv import (
     KvLayout,
     LatentHeads,
 )
-from raymoe.kernels.selection import IndexRows, chosen_of, index_scores
+from raymoe.kernels.selection import (
+    IndexRows,
+    Pools,
+    chosen_blocks_of,
+    chosen_of,
+    index_scores,
+)
+from raymoe.specs.layers import BlockIndexerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class PagedBatch:
     blocks_T: Tensor
     offsets_T: Tensor
     groups: tuple[Group, ...]
+    pools: Pools | None = None
     chosen: Chosen = field(default_factory=Chosen, compare=False)
 
     @classmethod
@@ -103,23 +111,33 @@ def append_and_attend_paged(
     scale: float,
     sliding_window: int | None = None,
     sinks_H: Tensor | None = None,
+    masks_SGQC: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Compute what `cpu_attention.append_and_attend` does, on the device of its arguments."""
+    """Compute what `cpu_attention.append_and_attend` does, on the device of its arguments.
+
+    Args:
+        masks_SGQC: Of each group, the positions that each token attends to by each KV head; None
+            for all in the window.
+    """
     query_THD, key_TGD, value_TGV = projected
     layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
     _append(projected, cache, batch, layout)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
-    for group in batch.groups:
+    for i, group in enumerate(batch.groups):
         query_SHQD = query_THD[group.rows_SQ].transpose(1, 2)
         keys_SGCD, values_SGCV = (
             gathered.masked_fill(group.is_rest(gathered.shape[2])[:, None, :, None], 0)
             for gathered in _gather(cache, group.block_table_SM, layout)
         )
+        visible_SHQC = group.visible(keys_SGCD.shape[2], sliding_window)[:, None]
+        if masks_SGQC is not None:
+            heads = query_THD.shape[1] // layout.num_kv_heads
+            visible_SHQC = masks_SGQC[i].repeat_interleave(heads, dim=1)
         operands = _Operands(
             query_SHQD,
             keys_SGCD.to(query_SHQD.dtype),
             values_SGCV.to(query_SHQD.dtype),
-            group.visible(keys_SGCD.shape[2], sliding_window)[:, None],
+            visible_SHQC,
         )
         if sinks_H is not None:
             operands = _with_sinks(operands, sinks_H / scale)
@@ -132,7 +150,7 @@ class _Operands(NamedTuple):
     query_SHQD: Tensor
     keys_SGCD: Tensor
     values_SGCV: Tensor
-    visible_S1QC: Tensor
+    visible_SHQC: Tensor
 
 
 def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
@@ -141,16 +159,16 @@ def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
     The position has a dimension of its own: its key is 1 there, and a query the sink divided by the
     scale. Positions and dimensions grow by 8 instead of 1, because kernels need aligned sizes.
     """
-    query_SHQD, keys_SGCD, values_SGCV, visible_S1QC = operands
+    query_SHQD, keys_SGCD, values_SGCV, visible_SHQC = operands
     head_dim, num_positions = query_SHQD.shape[-1], keys_SGCD.shape[2]
     query_SHQD = pad(query_SHQD, (0, _GROWTH))
     query_SHQD[..., head_dim] = sinks_H[:, None]
     keys_SGCD = pad(keys_SGCD, (0, _GROWTH, 0, _GROWTH))
     keys_SGCD[:, :, num_positions, head_dim] = 1
     values_SGCV = pad(values_SGCV, (0, _GROWTH, 0, _GROWTH))
-    visible_S1QC = pad(visible_S1QC, (0, _GROWTH))
-    visible_S1QC[..., num_positions] = True
-    return _Operands(query_SHQD, keys_SGCD, values_SGCV, visible_S1QC)
+    visible_SHQC = pad(visible_SHQC, (0, _GROWTH))
+    visible_SHQC[..., num_positions] = True
+    return _Operands(query_SHQD, keys_SGCD, values_SGCV, visible_SHQC)
 
 
 def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:
@@ -219,27 +237,34 @@ def append_and_attend_latent_paged(
     return out_THV
 
 
-def append_and_choose_paged(
-    rows: IndexRows, keys_NBI: Tensor, batch: PagedBatch, top_k: int
+def choose_paged(
+    rows: IndexRows, keys_NEI: Tensor, batch: PagedBatch, top_k: int, *, entry_tokens: int = 1
 ) -> tuple[Tensor, ...]:
-    """Append index keys in place, and return masks of chosen positions, [S, Q, C] by group.
+    """Masks of chosen positions, [S, Q, C] by group.
 
-    Chooses what `selection.choose_positions` does, but for scores that rounding makes differ.
+    Chooses what `selection.choose_positions` does, but for scores that rounding makes differ, and
+    adds the tokens behind the last whole entry.
     """
-    keys_NBI[batch.blocks_T, batch.offsets_T] = rows.key_TI.to(keys_NBI.dtype)
-    return tuple(_chosen_mask(rows, keys_NBI, group, top_k) for group in batch.groups)
+    return tuple(
+        _chosen_mask(rows, keys_NEI, group, top_k, entry_tokens=entry_tokens)
+        for group in batch.groups
+    )
 
 
-def _chosen_mask(rows: IndexRows, keys_NBI: Tensor, group: Group, top_k: int) -> Tensor:
-    keys_SCI = keys_NBI[group.block_table_SM].flatten(1, 2)
-    _, num_positions, head_dim = keys_SCI.shape
-    mask_SQC = group.visible(num_positions)
-    if num_positions <= top_k:
-        return mask_SQC
+def _chosen_mask(
+    rows: IndexRows, keys_NEI: Tensor, group: Group, top_k: int, *, entry_tokens: int
+) -> Tensor:
+    keys_SCI = keys_NEI[group.block_table_SM].flatten(1, 2)
+    _, num_entries, head_dim = keys_SCI.shape
+    visible_SQX = group.visible(num_entries * entry_tokens)
+    if num_entries <= top_k:
+        return visible_SQX
+    mask_SQC = visible_SQX[..., entry_tokens - 1 :: entry_tokens].clone()
+    tail_SQX = visible_SQX & ~mask_SQC.repeat_interleave(entry_tokens, 2)
     weight_SQJ = rows.weight_TJ[group.rows_SQ]
     query_SQX = rows.query_TX[group.rows_SQ]
     query_SQJI = query_SQX.view(*query_SQX.shape[:2], -1, head_dim)
-    product_bytes = weight_SQJ[:, 0].numel() * num_positions * torch.float32.itemsize
+    product_bytes = weight_SQJ[:, 0].numel() * num_entries * torch.float32.itemsize
     at_once = max(1, GATHERED_BYTES // product_bytes)
     for first in range(0, mask_SQC.shape[1], at_once):
         some = slice(first, first + at_once)
@@ -248,7 +273,46 @@ def _chosen_mask(rows: IndexRows, keys_NBI: Tensor, group: Group, top_k: int) ->
         chosen_SqK = chosen_of(scores_SqC, top_k)
         is_chosen_SqC = torch.zeros_like(mask_SQC[:, some]).scatter_(2, chosen_SqK, value=True)
         mask_SQC[:, some] &= is_chosen_SqC
-    return mask_SQC
+    return mask_SQC.repeat_interleave(entry_tokens, 2) | tail_SQX
+
+
+def choose_blocks_paged(
+    query_TX: Tensor, keys_NBI: Tensor, batch: PagedBatch, spec: BlockIndexerSpec
+) -> tuple[Tensor, ...]:
+    """Masks of the positions in chosen blocks, [S, G, Q, C] by group; keys are in the cache.
+
+    Chooses what `selection.choose_blocks` does, but for scores that rounding makes differ.
+    """
+    return tuple(_blocks_mask(query_TX, keys_NBI, group, spec) for group in batch.groups)
+
+
+def _blocks_mask(
+    query_TX: Tensor, keys_NBI: Tensor, group: Group, spec: BlockIndexerSpec
+) -> Tensor:
+    keys_SCI = keys_NBI[group.block_table_SM].flatten(1, 2).float()
+    num_positions = keys_SCI.shape[1]
+    visible_S1QC = group.visible(num_positions)[:, None]
+    mask_SGQC = visible_S1QC.repeat(1, spec.num_heads, 1, 1)
+    if num_positions <= spec.num_seen:
+        return mask_SGQC
+    query_SQX = query_TX[group.rows_SQ].float()
+    query_SGQI = query_SQX.unflatten(2, (spec.num_heads, -1)).transpose(1, 2)
+    position_bytes = len(keys_SCI) * spec.num_heads * torch.float32.itemsize
+    at_once = max(1, GATHERED_BYTES // (position_bytes * num_positions))
+    for first in range(0, mask_SGQC.shape[2], at_once):
+        some = slice(first, first + at_once)
+        scores_SGqC = torch.matmul(query_SGQI[:, :, some], keys_SCI[:, None].transpose(2, 3))
+        scores_SGqC = scores_SGqC.masked_fill(~visible_S1QC[:, :, some], -torch.inf)
+        spare = -num_positions % spec.block_tokens
+        padded_SGqC = pad(scores_SGqC, (0, spare), value=-torch.inf)
+        scores_SGqY = padded_SGqC.unflatten(3, (-1, spec.block_tokens)).amax(4)
+        own_S1q1 = (visible_S1QC[:, :, some].sum(3, keepdim=True) - 1) // spec.block_tokens
+        chosen_SGqK = chosen_blocks_of(scores_SGqY, own_S1q1, spec.top_k, spec.num_local)
+        is_chosen_SGqY = torch.zeros_like(scores_SGqY, dtype=torch.bool)
+        is_chosen_SGqY.scatter_(3, chosen_SGqK, value=True)
+        is_chosen_SGqC = is_chosen_SGqY.repeat_interleave(spec.block_tokens, 3)
+        mask_SGQC[:, :, some] &= is_chosen_SGqC[..., :num_positions]
+    return mask_SGQC
 
 
 def attend_plain(

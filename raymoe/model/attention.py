@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,28 +20,49 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend_up_projected,
     append_latent,
 )
-from raymoe.kernels.elementwise import Projected, Steps, latent_rope, qkv_rope, rms_norm
+from raymoe.kernels.elementwise import (
+    Projected,
+    Steps,
+    copied,
+    latent_rope,
+    qkv_rope,
+    rms_norm,
+)
 from raymoe.kernels.gpu_attention_batch import (
+    BlockChoosingBatch,
     ChoosingBatch,
     LatentRaggedBatch,
     RaggedBatch,
     StagedBatch,
 )
-from raymoe.kernels.paged_kv import CacheLayout, IndexedLayout, LatentHeads, LatentLayout
+from raymoe.kernels.paged_kv import (
+    CacheLayout,
+    IndexedLayout,
+    KvLayout,
+    LatentHeads,
+    LatentLayout,
+)
 from raymoe.kernels.selection import (
     Division,
     IndexRows,
+    Pools,
+    append_pooled_keys,
+    attend_blocks,
     attend_chosen,
+    choose_blocks,
     choose_positions,
+    positions_of,
     sees_more_than,
+    with_tail,
 )
 from raymoe.kernels.torch_attention import (
     PagedBatch,
     append_and_attend_latent_paged,
     append_and_attend_paged,
-    append_and_choose_paged,
+    choose_blocks_paged,
+    choose_paged,
 )
-from raymoe.model.indexer import Indexer
+from raymoe.model.indexer import BlockIndexer, Indexer
 from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles
 from raymoe.specs.layers import GateActivation, OutputGate
@@ -149,12 +171,30 @@ class Attention(OneForm):
         has_norm = spec.qk_norm in {"head", "full"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
+        self._indexer: BlockIndexer | None = None
+        if spec.blocks is not None:
+            assert norm_offset is not None, "such layers norm heads by 1 + weight"
+            norm = (eps, norm_offset)
+            self._indexer = BlockIndexer(spec.blocks, loader, f"{prefix}indexer.", norm=norm)
         self._sinks_H = self._host_sinks_H = None
         if spec.has_sinks:
             self._sinks_H = loader.score_vector(f"{prefix}sinks")
             self._host_sinks_H = loader.score_vector(f"{prefix}sinks", is_on_host=True)
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
+        if self._indexer is None:
+            return self._project(normed_TH, angles, out)
+        projected = self._project(normed_TH, angles, None)
+        index_TX = self._indexer(normed_TH, angles)
+        spare = self._spec.index_heads * self._spec.head_dim - index_TX.shape[1]
+        index_TND = functional.pad(index_TX, (0, spare)).view(
+            len(index_TX), -1, self._spec.head_dim
+        )
+        query_TND = torch.cat([projected.query_THD, index_TND], dim=1)
+        projected = projected._replace(query_THD=query_TND)
+        return projected if out is None else copied(projected, out)
+
+    def _project(self, normed_TH: Tensor, angles: Angles, out: Projected | None) -> Projected:
         qkv_TX, norms = self._qkv(normed_TH), (self._query_norm, self._key_norm)
         if self._norm_over_ranks is not None:
             middle, end = self._spec.query_width, self._spec.query_width + self._spec.key_width
@@ -186,9 +226,67 @@ class Attention(OneForm):
         return projected
 
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
+        layout = grouped_layout(self._spec, cache.dtype)
+        if isinstance(layout, IndexedLayout):
+            _, rows = self._without_index(projected)
+            append_latent(rows.key_TI, layout.index_keys(cache), batch)
+            cache = layout.attended_blocks(cache)
         append(projected.key_TGD, projected.value_TGV, cache, batch)
 
+    def _without_index(self, projected: Projected) -> tuple[Projected, IndexRows]:
+        """Separate the index rows, which are behind the queries and have no weights."""
+        spec, indexer = self._spec, self._spec.blocks
+        assert indexer is not None, "its layer has index rows"
+        query_THD, index_TND = projected.query_THD.tensor_split([spec.num_heads], dim=1)
+        index_TX = index_TND.flatten(1)[:, : indexer.width]
+        key_TI, query_TX = index_TX.tensor_split([indexer.head_dim], dim=1)
+        rows = IndexRows(key_TI, query_TX, query_TX[:, :0])
+        return projected._replace(query_THD=query_THD), rows
+
+    def _attend_choosing(
+        self, projected: Projected, cache: Tensor, batch: AttentionBatch, layout: IndexedLayout
+    ) -> Tensor:
+        """Attend from tokens that see few blocks to all of these, from others to chosen ones."""
+        indexer = self._spec.blocks
+        assert indexer is not None, "it has index keys"
+        projected, index = self._without_index(projected)
+        keys_NBI, cache = layout.index_keys(cache), layout.attended_blocks(cache)
+        append_latent(index.key_TI, keys_NBI, batch)
+        if not sees_more_than(batch, indexer.num_seen):
+            return append_and_attend(*projected, cache, batch, scale=self._spec.scale)
+        division = Division.of(batch, indexer.num_seen)
+        early, late = (
+            Projected(*(tensor[rows] for tensor in projected))
+            for rows in (division.early_T, division.late_T)
+        )
+        out_TX = projected.query_THD.new_empty(len(projected.query_THD), self._spec.output_width)
+        if len(division.early_T):
+            out_TX[division.early_T] = append_and_attend(
+                *early, cache, division.early, scale=self._spec.scale
+            )
+        append(late.key_TGD, late.value_TGV, cache, division.late)
+        chosen_TGK = choose_blocks(
+            index.query_TX[division.late_T],
+            keys_NBI,
+            division.late,
+            top_k=indexer.top_k,
+            block_tokens=indexer.block_tokens,
+            num_local=indexer.num_local,
+        )
+        out_TX[division.late_T] = attend_blocks(
+            late,
+            cache,
+            division.late,
+            chosen_TGK,
+            block_tokens=indexer.block_tokens,
+            scale=self._spec.scale,
+        )
+        return out_TX
+
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        layout = grouped_layout(self._spec, cache.dtype)
+        if isinstance(layout, IndexedLayout):
+            return self._attend_choosing(projected, cache, batch, layout)
         chunk = self._spec.chunk_tokens
         if chunk is not None and sees_more_than(batch, chunk):
             batch = batch.in_chunks(chunk)
@@ -204,10 +302,12 @@ class Attention(OneForm):
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
-        dim = self._spec.value_dim
+        dim, indexer = self._spec.value_dim, self._spec.blocks
         compute = gpu_attention_batch.attention_compute(device, self._dtype, dim)
         if compute is None:
             return PagedBatch.of(batch, layout)
+        if indexer is not None and sees_more_than(batch, indexer.num_seen):
+            return BlockChoosingBatch.of(batch, compute, indexer)
         return RaggedBatch.of(batch, compute)
 
     def attend_staged(
@@ -217,9 +317,19 @@ class Attention(OneForm):
         batch: StagedBatch,
         out: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(batch, RaggedBatch):
-            return self._attend_ragged(projected, staged, batch, out)
+        layout, masks = grouped_layout(self._spec, staged.dtype), None
+        if isinstance(batch, RaggedBatch | BlockChoosingBatch):
+            if isinstance(layout, IndexedLayout):
+                return self._choose_ragged(projected, staged, batch, layout, out)
+            ragged = batch.everything if isinstance(batch, BlockChoosingBatch) else batch
+            return self._attend_ragged(projected, staged, ragged, out)
         assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
+        if isinstance(layout, IndexedLayout):
+            assert self._spec.blocks is not None, "it has index keys"
+            projected, index = self._without_index(projected)
+            keys_NBI, staged = layout.index_keys(staged), layout.attended_blocks(staged)
+            keys_NBI[batch.blocks_T, batch.offsets_T] = index.key_TI.to(keys_NBI.dtype)
+            masks = choose_blocks_paged(index.query_TX, keys_NBI, batch, self._spec.blocks)
         result_TX = append_and_attend_paged(
             projected,
             staged,
@@ -227,6 +337,7 @@ class Attention(OneForm):
             scale=self._spec.scale,
             sliding_window=self._spec.sliding_window,
             sinks_H=self._sinks_H,
+            masks_SGQC=masks,
         )
         return result_TX if out is None else out.copy_(result_TX)
 
@@ -246,10 +357,48 @@ class Attention(OneForm):
         )
         return append_and_attend_ragged(projected, staged, batch, scoring, out=out)
 
+    def _choose_ragged(
+        self,
+        projected: Projected,
+        staged: Tensor,
+        batch: RaggedBatch | BlockChoosingBatch,
+        layout: IndexedLayout,
+        out: Tensor | None,
+    ) -> Tensor:
+        # These modules import Triton.
+        from raymoe.kernels.gpu_attention import append_latent_rows  # noqa: PLC0415
+        from raymoe.kernels.gpu_selection import (  # noqa: PLC0415
+            append_and_attend_blocks_ragged,
+            choose_blocks_ragged,
+        )
+
+        projected, index = self._without_index(projected)
+        keys_NBI, staged = layout.index_keys(staged), layout.attended_blocks(staged)
+        ragged = batch if isinstance(batch, RaggedBatch) else batch.everything
+        append_latent_rows(index.key_TI, keys_NBI, ragged.slots_T)
+        if isinstance(batch, RaggedBatch):
+            return self._attend_ragged(projected, staged, batch, out)
+        chosen_LGK = choose_blocks_ragged(index.query_TX, keys_NBI, batch)
+        return append_and_attend_blocks_ragged(
+            projected, staged, batch, chosen_LGK, scale=self._spec.scale, out=out
+        )
+
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         if self._gate is not None:
             attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
         return self._output(attention_TX)
+
+
+def grouped_layout(spec: AttentionSpec, dtype: torch.dtype) -> KvLayout | IndexedLayout:
+    layout = KvLayout(
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        value_head_dim=spec.value_head_dim,
+    )
+    if spec.blocks is None:
+        return layout
+    return IndexedLayout(attended=layout, index_dim=spec.blocks.head_dim)
 
 
 class _Gate:
@@ -278,7 +427,8 @@ def latent_layout(spec: LatentAttentionSpec, dtype: torch.dtype) -> LatentLayout
     layout = LatentLayout(rank=spec.kv_lora_rank, rope_dim=spec.rope_head_dim, dtype=dtype)
     if spec.indexer is None or spec.indexer.is_shared:
         return layout
-    return IndexedLayout(attended=layout, index_dim=spec.indexer.head_dim)
+    indexer = spec.indexer
+    return IndexedLayout(attended=layout, index_dim=indexer.head_dim, pool=indexer.pool)
 
 
 class LatentAttention:
@@ -355,8 +505,22 @@ class LatentAttention:
         if isinstance(layout, LatentLayout):
             return cache
         key_TI = self._index_rows(projected).key_TI
-        append_latent(key_TI, layout.index_keys(cache), batch)
+        if layout.pool is None:
+            append_latent(key_TI, layout.index_keys(cache), batch)
+        else:
+            self._append_pooled(key_TI, cache, Pools.of(batch, layout.pool), is_on_host=True)
         return layout.attended_blocks(cache)
+
+    def _append_pooled(
+        self, key_TX: Tensor, cache: Tensor, pools: Pools, *, is_on_host: bool
+    ) -> None:
+        layout, indexer = latent_layout(self._spec, cache.dtype), self._indexer
+        assert isinstance(layout, IndexedLayout), "it has index keys"
+        assert indexer is not None, "it has index keys"
+        keys_NEI, open_NPX = layout.index_keys(cache), layout.open_tokens(cache)
+        append_pooled_keys(
+            key_TX, keys_NEI, open_NPX, pools=pools, bias_PI=indexer.pool_bias(is_on_host)
+        )
 
     def _index_rows(self, projected: Projected) -> IndexRows:
         indexer = self._spec.indexer
@@ -372,9 +536,9 @@ class LatentAttention:
         """Attend from tokens that see few positions to all of these, from others to chosen ones."""
         latents, indexer = self._append_index(projected, cache, batch), self._spec.indexer
         attend_all = self._attend_all_absorbed if is_absorbed else self._attend_all
-        if indexer is None or not sees_more_than(batch, indexer.top_k):
+        if indexer is None or not sees_more_than(batch, indexer.num_seen):
             return attend_all(projected, latents, batch)
-        division = Division.of(batch, indexer.top_k)
+        division = Division.of(batch, indexer.num_seen)
         early, late = (
             Projected(*(tensor[rows] for tensor in projected))
             for rows in (division.early_T, division.late_T)
@@ -398,8 +562,13 @@ class LatentAttention:
         assert indexer is not None, "its tokens choose"
         if isinstance(layout, IndexedLayout):
             keys_NBI = layout.index_keys(cache)
-            rows = self._index_rows(absorbed)
-            chosen.positions = (choose_positions(rows, keys_NBI, batch, indexer.top_k),)
+            rows, pool = self._index_rows(absorbed), indexer.entry_tokens
+            chosen_TK = choose_positions(
+                rows, keys_NBI, batch, indexer.top_k // pool, entry_tokens=pool
+            )
+            if pool > 1:
+                chosen_TK = with_tail(chosen_TK, positions_of(batch), pool)
+            chosen.positions = (chosen_TK,)
             cache = layout.attended_blocks(cache)
         (positions_TK,) = chosen.positions
         return attend_chosen(
@@ -428,15 +597,25 @@ class LatentAttention:
     def staged_batch(
         self, batch: AttentionBatch, layout: CacheLayout, device: torch.device
     ) -> StagedBatch:
+        indexer, minimum = self._spec.indexer, self._min_plain_tokens
+        pools = None
+        if indexer is not None and indexer.pool is not None:
+            pools = Pools.of(batch, indexer.pool)
         compute = gpu_attention_batch.attention_compute(device, self._dtype)
         if compute is None:
-            return PagedBatch.of(batch, layout)
-        indexer, minimum = self._spec.indexer, self._min_plain_tokens
-        if indexer is not None and sees_more_than(batch, indexer.top_k):
-            return ChoosingBatch.of(
-                batch, layout, compute, min_plain_tokens=minimum, top_k=indexer.top_k
+            return replace(PagedBatch.of(batch, layout), pools=pools)
+        if indexer is not None and sees_more_than(batch, indexer.num_seen):
+            choosing = ChoosingBatch.of(
+                batch,
+                layout,
+                compute,
+                min_plain_tokens=minimum,
+                top_k=indexer.top_k,
+                entry_tokens=indexer.entry_tokens,
             )
-        return LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=minimum)
+            return replace(choosing, pools=pools)
+        ragged = LatentRaggedBatch.of(batch, layout, compute, min_plain_tokens=minimum)
+        return replace(ragged, pools=pools)
 
     def attend_staged(
         self,
@@ -451,9 +630,14 @@ class LatentAttention:
         layout, indexer = latent_layout(self._spec, staged.dtype), self._spec.indexer
         if isinstance(layout, IndexedLayout):
             assert indexer is not None, "it has index keys"
-            batch.chosen.positions = append_and_choose_paged(
-                self._index_rows(projected), layout.index_keys(staged), batch, indexer.top_k
-            )
+            rows, keys_NEI = self._index_rows(projected), layout.index_keys(staged)
+            if batch.pools is None:
+                keys_NEI[batch.blocks_T, batch.offsets_T] = rows.key_TI.to(keys_NEI.dtype)
+            else:
+                self._append_pooled(rows.key_TI, staged, batch.pools, is_on_host=False)
+            pool = indexer.entry_tokens
+            top_k = indexer.top_k // pool
+            batch.chosen.positions = choose_paged(rows, keys_NEI, batch, top_k, entry_tokens=pool)
             staged = layout.attended_blocks(staged)
         result_TAV = append_and_attend_latent_paged(
             projected.query_THD,
@@ -526,10 +710,16 @@ class LatentAttention:
         if isinstance(layout, IndexedLayout):
             assert indexer is not None, "it has index keys"
             rows, keys_NBI = self._index_rows(projected), layout.index_keys(staged)
-            append_latent_rows(rows.key_TI, keys_NBI, batch.slots_T)
+            if batch.pools is None:
+                append_latent_rows(rows.key_TI, keys_NBI, batch.slots_T)
+            else:
+                self._append_pooled(rows.key_TI, staged, batch.pools, is_on_host=False)
             if isinstance(batch, ChoosingBatch):
-                positions_LK = choose_positions_ragged(rows, keys_NBI, batch, indexer.top_k)
-                batch.chosen.positions = (positions_LK,)
+                pool = indexer.entry_tokens
+                chosen_LK = choose_positions_ragged(rows, keys_NBI, batch, indexer.top_k // pool)
+                if pool > 1:
+                    chosen_LK = with_tail(chosen_LK, batch.positions_L, pool)
+                batch.chosen.positions = (chosen_LK,)
             staged = layout.attended_blocks(staged)
         heads, scoring = self._heads, Scoring(scale=self._spec.scale)
         if isinstance(batch, LatentRaggedBatch):

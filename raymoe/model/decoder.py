@@ -21,9 +21,15 @@ from raymoe.kernels.cpu_linear import Allocate, Linear
 from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.gpu_attention_batch import StagedBatch
 from raymoe.kernels.gpu_state.scan import StateBatch
-from raymoe.kernels.paged_kv import CacheLayout, KvLayout
+from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.kernels.selection import sees_more_than
-from raymoe.model.attention import Attention, LatentAttention, LayerAttention, latent_layout
+from raymoe.model.attention import (
+    Attention,
+    LatentAttention,
+    LayerAttention,
+    grouped_layout,
+    latent_layout,
+)
 from raymoe.model.compressed import CompressedAttention, compressed_layout, staged_batches
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
@@ -78,12 +84,7 @@ def _layout(attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dty
         return compressed_layout(attention, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return latent_layout(attention, kv_dtype)
-    return KvLayout(
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        dtype=kv_dtype,
-        value_head_dim=attention.value_head_dim,
-    )
+    return grouped_layout(attention, kv_dtype)
 
 
 Release = Callable[[Iterable[str]], None]
@@ -395,11 +396,14 @@ class Decoder:
     def _staging_layer(self) -> LayerAttention | None:
         """The widest layer with KV alone, which prepares a batch for all of them."""
         with_kv = [
-            (spec.attention.token_shapes.value[1], layer.attention)
+            (
+                (spec.attention.token_shapes.value[1], spec.attention.token_shapes.query[0]),
+                layer.attention,
+            )
             for layer, spec in zip(self._layers, self.spec.layers, strict=True)
             if not isinstance(layer.attention, Recurrent | CompressedAttention)
         ]
-        return max(with_kv, key=lambda each: each[0], default=(0, None))[1]
+        return max(with_kv, key=lambda each: each[0], default=((0, 0), None))[1]
 
     def attend_staged(
         self,

@@ -1,13 +1,13 @@
-"""The lightning indexer of a layer: index keys, queries and weights of tokens."""
+"""The lightning indexers of a layer: index keys, queries and weights of tokens."""
 
 import torch
 from torch import Tensor
 
-from raymoe.kernels.elementwise import rotate_heads
+from raymoe.kernels.elementwise import rms_norm, rotate_heads
 from raymoe.model.loading import Loader
 from raymoe.model.norms import LayerNorm
 from raymoe.model.rope import Angles
-from raymoe.specs.layers import IndexerSpec
+from raymoe.specs.layers import BlockIndexerSpec, IndexerSpec
 
 # Epsilon of the norm of index keys in every transformers class, whatever rms_norm_eps says.
 KEY_NORM_EPS = 1e-6
@@ -26,6 +26,18 @@ class Indexer:
             KEY_NORM_EPS,
         )
         self._weights = loader.linear([f"{prefix}weights_proj"])
+        self._pool_scores = None
+        self._pool_biases: tuple[Tensor, ...] = ()
+        if spec.pool is not None:
+            self._pool_scores = loader.linear([f"{prefix}pool_gate"])
+            self._pool_biases = tuple(
+                loader.score_vector(f"{prefix}pool_bias", is_on_host=on_host)
+                for on_host in (False, True)
+            )
+
+    def pool_bias(self, is_on_host: bool) -> Tensor:
+        """What is added to the scores of an entry's tokens, [P, I] float32."""
+        return self._pool_biases[is_on_host]
 
     def __call__(self, normed_TH: Tensor, latent_TL: Tensor, angles: Angles) -> Tensor:
         """Return rows [T, X] for tokens with these inputs of attention and query latents."""
@@ -37,4 +49,39 @@ class Indexer:
         rows_T, *tables = angles
         cosines, sines = (table_PR[rows_T.long(), None].to(key_TI.dtype) for table_PR in tables)
         rotated_TNI = rotate_heads(heads_TNI, cosines, sines, is_interleaved=spec.is_interleaved)
-        return torch.cat([rotated_TNI.flatten(1), self._weights(normed_TH)], dim=1)
+        rows_TX = torch.cat([rotated_TNI.flatten(1), self._weights(normed_TH)], dim=1)
+        if self._pool_scores is None:
+            return rows_TX
+        key_TI, others_TX = rows_TX.tensor_split([spec.head_dim], dim=1)
+        return torch.cat([key_TI, self._pool_scores(normed_TH), others_TX], dim=1)
+
+
+class BlockIndexer:
+    """Index keys and queries of one layer's tokens, whose products score blocks of positions."""
+
+    def __init__(
+        self, spec: BlockIndexerSpec, loader: Loader, prefix: str, *, norm: tuple[float, float]
+    ) -> None:
+        """Load the weights `prefix` + "q_proj" and so on.
+
+        Args:
+            norm: Epsilon of the norms of heads, and what is added to their weights.
+        """
+        self._spec, (self._eps, self._offset) = spec, norm
+        self._both = loader.linear([f"{prefix}{part}_proj" for part in "kq"])
+        self._norms = [loader.vector(f"{prefix}{part}_norm.weight") for part in "kq"]
+
+    def __call__(self, normed_TH: Tensor, angles: Angles) -> Tensor:
+        """Return rows [T, I + J * I]: the key, then queries."""
+        spec, both_TX = self._spec, self._both(normed_TH)
+        normed = [
+            rms_norm(part_TX.reshape(-1, spec.head_dim), weight_I, self._eps, self._offset)
+            for part_TX, weight_I in zip(
+                both_TX.tensor_split([spec.head_dim], dim=1), self._norms, strict=True
+            )
+        ]
+        num_tokens = len(both_TX)
+        heads_TNI = torch.cat([part.view(num_tokens, -1, spec.head_dim) for part in normed], dim=1)
+        rows_T, *tables = angles
+        cosines, sines = (table_PR[rows_T.long(), None].to(heads_TNI.dtype) for table_PR in tables)
+        return rotate_heads(heads_TNI, cosines, sines, is_interleaved=False).flatten(1)

@@ -327,6 +327,9 @@ class _ArenaPlan:
             total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)
         if isinstance(attention, LatentAttentionSpec):
             return total + self._latent(prefix, attention)
+        if attention.blocks is not None:
+            both = [f"{prefix}indexer.{part}_proj" for part in "kq"]
+            total += self._linear(both, attention.blocks.width, hidden_size)
         qkv = [f"{prefix}{part}_proj" for part in attention.projections]
         width = sum(attention.projections.values())
         return total + self._linear(qkv, width, hidden_size)
@@ -378,6 +381,8 @@ class _ArenaPlan:
             total += self._linear([f"{prefix}indexer.wq_b"], width, inputs)
             total += self._linear([f"{prefix}indexer.wk"], indexer.head_dim, hidden_size)
             total += self._linear([f"{prefix}indexer.weights_proj"], indexer.num_heads, hidden_size)
+            if indexer.pool is not None:
+                total += self._linear([f"{prefix}indexer.pool_gate"], indexer.head_dim, hidden_size)
         up_projected = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
         name = f"{prefix}kv_b_proj.weight"
         return total + self._head_matrices(name, up_projected, attention.kv_lora_rank)

@@ -222,7 +222,8 @@ class Rates:
         unread = share.context_tokens - attended.context_tokens
         num_bytes = layer.index_token_bytes * unread
         if resource is not Resource.GPU:
-            num_bytes += 2 * layer.kv_token_bytes * (attended.pairs + attended.prompt_pairs)
+            copied = attended.prompt_pairs + layer.copies_chosen * attended.pairs
+            num_bytes += 2 * layer.kv_token_bytes * copied
         return self.roof_s(resource, flop, num_bytes)
 
     def _attention_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:

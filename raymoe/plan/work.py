@@ -37,8 +37,10 @@ from raymoe.specs.layer_weights import (
 from raymoe.specs.layers import (
     AnyAttentionSpec,
     AttentionSpec,
+    BlockIndexerSpec,
     CompressedAttentionSpec,
     DenseSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
@@ -145,6 +147,7 @@ class LayerWork:
     num_chosen: int | None = None
     index_pair_flop: int = 0
     index_token_bytes: int = 0
+    copies_chosen: bool = True  # whether cores copy what a decoding token chose before they attend
     # Of a layer that keeps a state: its bytes per sequence, and operations per token.
     state_bytes: int = 0
     state_flop: int = 0
@@ -165,7 +168,7 @@ class LayerWork:
             keys, values = attention.nope_head_dim, attention.value_head_dim
             parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
-        indexer = attention.indexer if isinstance(attention, LatentAttentionSpec) else None
+        indexer = _indexer(attention)
         state = attention if isinstance(attention, StatefulSpec) else None
         pair_flop, prefill_pair_flop = _pair_flop(attention)
         return cls(
@@ -187,9 +190,10 @@ class LayerWork:
             common_hidden=_common_hidden(layer),
             mixers=parts["mixers"],
             window=_window(attention),
-            num_chosen=None if indexer is None else indexer.top_k,
-            index_pair_flop=0 if indexer is None else 2 * indexer.num_heads * indexer.key_width,
-            index_token_bytes=0 if indexer is None else indexer.key_width * kv_element_bytes,
+            num_chosen=None if indexer is None else indexer.num_seen,
+            index_pair_flop=0 if indexer is None else indexer.pair_flop,
+            index_token_bytes=0 if indexer is None else indexer.read_width * kv_element_bytes,
+            copies_chosen=not isinstance(indexer, BlockIndexerSpec),
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
             recent=RecentRows.of(attention, bytes_per_element),
@@ -361,6 +365,12 @@ def _common_hidden(layer: LayerSpec) -> int:
     if isinstance(ffn, DenseSpec):
         return ffn.hidden
     return 0 if ffn.shared is None else ffn.shared.hidden
+
+
+def _indexer(attention: AnyAttentionSpec) -> IndexerSpec | BlockIndexerSpec | None:
+    if isinstance(attention, LatentAttentionSpec):
+        return attention.indexer
+    return attention.blocks if isinstance(attention, AttentionSpec) else None
 
 
 def _pair_flop(attention: AnyAttentionSpec) -> tuple[int, int]:

@@ -6,7 +6,13 @@ from typing import Any
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.rules import SharingRule
-from raymoe.specs.layers import IndexerSpec, LatentAttentionSpec
+from raymoe.specs.layers import (
+    KV_BLOCK_TOKENS,
+    AttentionSpec,
+    BlockIndexerSpec,
+    IndexerSpec,
+    LatentAttentionSpec,
+)
 
 FULL, SHARED = "full", "shared"
 KEY_MULTIPLE = 8  # of the elements of an index key
@@ -38,11 +44,22 @@ def layer_indexers(
         head_dim=head_dim,
         top_k=fields.positive(rule.top_k),
         is_interleaved=rule.is_interleaved,
+        pool=None if rule.pool is None else _pool(fields, rule.pool, rule.top_k),
     )
     shared = replace(own, is_shared=True)
     return tuple(
         shared if kind == SHARED else own for kind in _kinds(fields, rule.sharing, num_layers)
     )
+
+
+def _pool(fields: ConfigFields, name: str, top_k: str) -> int:
+    pool = fields.positive(name)
+    if KV_BLOCK_TOKENS % pool or fields.positive(top_k) % pool:
+        raise UnsupportedModelError(
+            f"{name} is {pool}; supported: divisors of {KV_BLOCK_TOKENS} and of {top_k} "
+            f"({fields.get(top_k)})"
+        )
+    return pool
 
 
 def _kinds(fields: ConfigFields, rule: SharingRule | None, num_layers: int) -> list[str]:
@@ -72,3 +89,49 @@ def _patterned(fields: ConfigFields, rule: SharingRule, num_layers: int) -> Any:
     return [
         FULL if max(i - offset + 1, 0) % max(step, 1) == 0 else SHARED for i in range(num_layers)
     ]
+
+
+def block_indexers(
+    fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, num_layers: int
+) -> tuple[BlockIndexerSpec | None, ...]:
+    """What chooses blocks of positions in each layer; None where all positions are attended to.
+
+    Raises:
+        UnsupportedModelError: Something is not implemented.
+    """
+    rule = fields.family.blocks
+    if rule is None:
+        return (None,) * num_layers
+    assert isinstance(attention, AttentionSpec), "no family with latent attention chooses blocks"
+    kinds = fields.layer_types
+    chooses = fields.by_layer(rule.marks) if kinds is None else None
+    if isinstance(kinds, list | tuple):
+        chooses = [kind == rule.layer_type for kind in kinds]
+    if chooses is None or not any(chooses):
+        return (None,) * num_layers
+    spec = BlockIndexerSpec(
+        num_heads=fields.positive(rule.num_heads),
+        head_dim=fields.positive(rule.head_dim),
+        block_tokens=fields.positive(rule.block_tokens),
+        top_k=fields.positive(rule.top_k),
+        num_local=fields.natural(rule.num_local),
+    )
+    if spec.head_dim % KEY_MULTIPLE:
+        raise UnsupportedModelError(
+            f"{rule.head_dim} is {spec.head_dim}; supported: multiples of {KEY_MULTIPLE}"
+        )
+    if spec.num_heads != attention.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{rule.num_heads} is {spec.num_heads}; supported: as many as KV heads "
+            f"({attention.num_kv_heads})"
+        )
+    if spec.block_tokens % KV_BLOCK_TOKENS:
+        raise UnsupportedModelError(
+            f"{rule.block_tokens} is {spec.block_tokens}; supported: multiples of {KV_BLOCK_TOKENS}"
+        )
+    if not 1 <= spec.num_local <= spec.top_k:
+        raise UnsupportedModelError(
+            f"{rule.num_local} is {spec.num_local}; supported: 1 to {rule.top_k} ({spec.top_k}), "
+            "so that a token sees its own block"
+        )
+    return tuple(spec if is_sparse else None for is_sparse in chooses)

@@ -18,7 +18,7 @@ from raymoe.specs.families.rules import (
     SparseLayers,
 )
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
-from raymoe.specs.indexer_config import layer_indexers
+from raymoe.specs.indexer_config import block_indexers, layer_indexers
 from raymoe.specs.layers import (
     KV_BLOCK_TOKENS,
     AnyAttentionSpec,
@@ -58,15 +58,6 @@ def layer_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ..
     if fields.family.ends_with_full_layer:
         slides = [*slides[:-1], False]
     return tuple(window if is_sliding else None for is_sliding in slides)
-
-
-def is_limited(fields: ConfigFields) -> bool:
-    """Whether some layer's attention is exact only up to the family's context limit."""
-    name = fields.family.limited_layer_type
-    kinds = fields.layer_types
-    if kinds is None and fields.family.limited_layers is not None:
-        return any(fields.by_layer(fields.family.limited_layers) or ())
-    return name is None or (isinstance(kinds, list | tuple) and name in kinds)
 
 
 def sparse_layers(fields: ConfigFields, rule: SparseLayers, num_layers: int) -> list[bool]:
@@ -212,6 +203,7 @@ def parse_layers(
     indexers: tuple[IndexerSpec | None, ...] = (None,) * num_layers
     if isinstance(attention, LatentAttentionSpec):
         indexers = layer_indexers(fields, attention, num_layers)
+    blocks = block_indexers(fields, attention, num_layers)
     moe = _moe(fields)
     sparse = _checked_sparse_layers(fields, moe, num_layers)
     dense, streams = None if all(sparse) else _dense(fields), _streams(fields)
@@ -229,6 +221,7 @@ def parse_layers(
         else:
             if isinstance(attention, AttentionSpec):
                 own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
+                own = replace(own, blocks=blocks[i])
             rope = ropes.of(i, window, own, is_sparse=is_sparse)
             if isinstance(own, LatentAttentionSpec):
                 own = replace(_with_rope(own, window, rope), indexer=indexers[i])

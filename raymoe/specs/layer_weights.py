@@ -183,6 +183,12 @@ def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_heads,)
     yield from _gate(attention, hidden_size)
+    if attention.blocks is not None:
+        dim = attention.blocks.head_dim
+        yield f"{INDEXER}k_proj.weight", (dim, hidden_size)
+        yield f"{INDEXER}q_proj.weight", (attention.blocks.num_heads * dim, hidden_size)
+        yield f"{INDEXER}q_norm.weight", (dim,)
+        yield f"{INDEXER}k_norm.weight", (dim,)
     output = (hidden_size, attention.output_width)
     yield from _linear(OUTPUT, output, has_bias=attention.output_bias)
 
@@ -219,6 +225,9 @@ def _indexer(indexer: IndexerSpec, query_inputs: int, hidden_size: int) -> Named
     yield f"{INDEXER}wk.weight", (indexer.head_dim, hidden_size)
     yield from _linear(f"{INDEXER}k_norm", (indexer.head_dim,), has_bias=True)
     yield f"{INDEXER}weights_proj.weight", (indexer.num_heads, hidden_size)
+    if indexer.pool is not None:
+        yield f"{INDEXER}pool_gate.weight", (indexer.head_dim, hidden_size)
+        yield f"{INDEXER}pool_bias", (indexer.pool, indexer.head_dim)
 
 
 def _compressed(attention: CompressedAttentionSpec, hidden_size: int) -> NamedShapes:

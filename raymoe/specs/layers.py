@@ -71,6 +71,45 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexerSpec:
+    """What selects the blocks that a token attends to, once it sees more than `top_k`.
+
+    An index key is cached for each token. Each index head chooses for the query heads of one KV
+    head: a block's score is the largest product of its query with a key in it that the token sees.
+    The token's own block and those before it, `num_local` in all, come first. Equal scores go to
+    the lower block.
+
+    Source: MiniMax-M3 in transformers 5.24 (2026).
+    """
+
+    num_heads: int
+    head_dim: int
+    block_tokens: int
+    top_k: int
+    num_local: int
+
+    @property
+    def num_seen(self) -> int:
+        """The longest context all of which a token sees."""
+        return self.top_k * self.block_tokens
+
+    @property
+    def width(self) -> int:
+        """Elements of a token: its index key and its queries."""
+        return (1 + self.num_heads) * self.head_dim
+
+    @property
+    def pair_flop(self) -> int:
+        """Operations to score a pair of a token and an earlier one."""
+        return 2 * self.num_heads * self.head_dim
+
+    @property
+    def read_width(self) -> int:
+        """Elements per earlier token that scores read."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer."""
 
@@ -95,10 +134,16 @@ class AttentionSpec:
     clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
     # Whether each head has a learned score that takes part in the softmax but has no value.
     has_sinks: bool = False
+    blocks: BlockIndexerSpec | None = None  # None: a token attends to all that it sees
 
     @property
     def rotated_head_dim(self) -> int:
         return self.head_dim
+
+    @property
+    def index_heads(self) -> int:
+        """Heads of queries behind those of attention, which hold index keys and queries."""
+        return 0 if self.blocks is None else ceil(self.blocks.width / self.head_dim)
 
     @property
     def query_width(self) -> int:
@@ -135,8 +180,9 @@ class AttentionSpec:
 
     @property
     def cache_width(self) -> int:
-        """Elements of a token in the KV cache."""
-        return self.key_width + self.value_width
+        """Elements of a token in the KV cache, its index key included."""
+        index = 0 if self.blocks is None else self.blocks.head_dim
+        return self.key_width + self.value_width + index
 
     @property
     def prompt_width(self) -> int:
@@ -146,11 +192,11 @@ class AttentionSpec:
     @property
     def working_width(self) -> int:
         """Elements per token that a host holds during attention: projected and rotated."""
-        return 2 * (self.query_width + self.cache_width)
+        return 2 * (self.query_width + self.index_heads * self.head_dim + self.cache_width)
 
     @property
     def token_shapes(self) -> TokenShapes:
-        query = (self.num_heads, self.head_dim)
+        query = (self.num_heads + self.index_heads, self.head_dim)
         return TokenShapes(
             query=query,
             absorbed_query=query,
@@ -176,18 +222,53 @@ class IndexerSpec:
     head_dim: int
     top_k: int
     is_interleaved: bool  # whether neighbouring dimensions are rotated as a pair
+    # Tokens of an entry, which has one key: the sum of theirs, weighed in each dimension. Whole
+    # entries are chosen, `top_k` counts their tokens, and a token sees those behind them in any
+    # case. None: tokens have keys of their own.
+    pool: int | None = None
     # Whether the layer has no such queries and keys, and takes the choice of the layer before it.
     is_shared: bool = False
 
     @property
+    def entry_tokens(self) -> int:
+        """Tokens that a key stands for."""
+        return self.pool or 1
+
+    @property
+    def num_seen(self) -> int:
+        """The longest context all of which a token sees."""
+        return self.top_k + self.entry_tokens - 1
+
+    @property
     def key_width(self) -> int:
-        """Elements of a token in the KV cache."""
-        return 0 if self.is_shared else self.head_dim
+        """Elements of a token in the KV cache, of which blocks keep an open entry's as well."""
+        if self.is_shared:
+            return 0
+        if self.pool is None:
+            return self.head_dim
+        rows = KV_BLOCK_TOKENS // self.pool + 2 * self.pool
+        return ceil(rows * self.head_dim / KV_BLOCK_TOKENS)
 
     @property
     def width(self) -> int:
-        """Elements of a token: its index key, its queries, and the weights of their heads."""
-        return 0 if self.is_shared else self.head_dim + self.num_heads * (self.head_dim + 1)
+        """Elements of a token: its index key, its queries, and the weights of their heads.
+
+        What decides its share of an entry's key comes on top.
+        """
+        if self.is_shared:
+            return 0
+        key = self.head_dim if self.pool is None else 2 * self.head_dim
+        return key + self.num_heads * (self.head_dim + 1)
+
+    @property
+    def pair_flop(self) -> int:
+        """Operations to score a pair of a token and an earlier one, by its share of an entry."""
+        return 0 if self.is_shared else 2 * self.num_heads * self.head_dim // self.entry_tokens
+
+    @property
+    def read_width(self) -> int:
+        """Elements per earlier token that scores read, at least 1."""
+        return 0 if self.is_shared else ceil(self.head_dim / self.entry_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,6 +612,7 @@ AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | StatefulSpec
 __all__ = [
     "AnyAttentionSpec",
     "AttentionSpec",
+    "BlockIndexerSpec",
     "ClampSpec",
     "CompressedAttentionSpec",
     "DenseSpec",

@@ -23,7 +23,6 @@ from raymoe.specs.config import (
 from raymoe.specs.families import in_class_fields, text_part
 from raymoe.specs.files import read_config
 from raymoe.specs.layer_config import (
-    is_limited,
     parse_attention,
     parse_latent_attention,
     parse_layers,
@@ -394,9 +393,13 @@ class ModelSpec:
 
 def _within(layer: LayerSpec, length: int) -> LayerSpec:
     attention = layer.attention
+    if isinstance(attention, AttentionSpec) and attention.blocks is not None:
+        if attention.blocks.num_seen >= length:
+            attention = replace(attention, blocks=None)
+        return replace(layer, attention=attention)
     if not isinstance(attention, LatentAttentionSpec) or attention.indexer is None:
         return layer
-    if attention.indexer.top_k < length:
+    if attention.indexer.num_seen < length:
         return layer
     return replace(layer, attention=replace(attention, indexer=None))
 
@@ -419,7 +422,7 @@ def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
     limit = max((rope.max_model_len for rope in ropes), default=max_positions)
     if family.compressed is not None:
         limit = min(limit, compressed_limit(fields, layers))
-    if family.context_limit and is_limited(fields):
+    if family.context_limit:
         selected = prod(map(fields.positive, family.context_limit))
         pool = family.selected_pool
         limit = min(limit, selected + (0 if pool is None else fields.positive(pool) - 1))

@@ -80,11 +80,11 @@ _MINIMAX = BASE | {
     "layer_types": [FULL, SPARSE, SPARSE],
     "dense_intermediate_size": 72,
     "shared_intermediate_size": 24,
-    # No row of the tests is as long as the blocks that the indexer selects.
+    # Rows of the tests have up to three blocks.
     "index_n_heads": 2,
     "index_head_dim": 16,
-    "index_block_size": 16,
-    "index_topk_blocks": 8,
+    "index_block_size": 32,
+    "index_topk_blocks": 2,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
@@ -103,8 +103,8 @@ _MINIMAX_PUBLISHED = {
         "sparse_disable_index_value": [0, 1, 1],
         "sparse_num_index_heads": 2,
         "sparse_index_dim": 16,
-        "sparse_block_size": 16,
-        "sparse_topk_blocks": 8,
+        "sparse_block_size": 32,
+        "sparse_topk_blocks": 2,
         "sparse_init_block": 0,
         "sparse_local_block": 1,
         "sparse_score_type": "max",
@@ -264,7 +264,11 @@ HYBRID_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "num_key_value_heads": 1,
                 "index_n_heads": 1,
             },
-            "a tight limit, another gain": {"swiglu_limit": 0.3, "swiglu_alpha": 1.1},
+            "a tight limit, another gain, own block alone": {
+                "swiglu_limit": 0.3,
+                "swiglu_alpha": 1.1,
+                "index_topk_blocks": 1,
+            },
             "whole heads rotated, top-1": {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
                 "num_experts_per_tok": 1,

@@ -58,7 +58,7 @@ def randomise(model: PreTrainedModel) -> None:
     """What a fresh model leaves at zero or one: biases, norms, sinks."""
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         module, leaf = name.split(".")[-2:]
-        if leaf.endswith("bias"):
+        if leaf.endswith("bias") or leaf.startswith("index_kpool_compress"):
             torch.nn.init.normal_(parameter.data, std=0.2)
         elif leaf in {"fn", "hc_fn"}:  # of several streams
             torch.nn.init.normal_(parameter.data, std=0.1)

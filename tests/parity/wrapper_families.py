@@ -93,8 +93,8 @@ _INDEXED, _STATES = "indexed_attention", "linear_attention"
 _STREAMS = BASE | _EXPERTS | {"num_key_value_heads": 6, "num_hidden_layers": 4}
 _STREAMS |= {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _STREAMS |= {"n_routed_experts": 6, "linear_num_heads": 4, "linear_head_dim": 16, "hc_mult": 4}
-# No row of the tests is longer than what is selected in any case.
-_STREAMS |= {"index_topk": 128, "index_kpool": 4, "index_head_dim": 24, "index_n_heads": 2}
+# With few index heads many scores would be zero, and what is chosen a tie.
+_STREAMS |= {"index_topk": 16, "index_kpool": 4, "index_head_dim": 24, "index_n_heads": 16}
 _STREAMS |= {"layer_types": [_STATES, _STATES, _STATES, _INDEXED]}
 _STREAMS |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,8 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "hc_eps": 0.01,
         "rms_norm_eps": 0.1,
         "linear_lower_bound": None,
-        "index_topk": 512,
+        "index_topk": 64,
+        "index_kpool": 8,
     },
     "groups, scaled, low limits, 2 shared, top-3": {
         "n_routed_experts": 12,
@@ -136,6 +137,7 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "linear_conv_kernel_dim": 6,
         "index_kpool": 16,
+        "index_topk": 16,
         "layer_types": None,
         "mlp_layer_types": None,
         "num_hidden_layers": 5,
@@ -148,6 +150,8 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "num_experts_per_tok": 1,
         "tie_word_embeddings": True,
+        "index_kpool": 1,
+        "index_topk": 19,
     },
     AS_PUBLISHED: {
         "layer_types": [_STATES, "deepseek_sparse_attention", _STATES, _STATES],

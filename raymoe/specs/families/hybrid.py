@@ -4,16 +4,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from raymoe.specs.families.rules import (
-    INDEXER_FIELDS,
     NOAUX_TC,
     SIGMOID_EXPERTS,
     TRAINING_FIELDS,
+    BlockIndexerRule,
     ClampRule,
     Family,
+    IndexerRule,
     MoeRule,
     RecurrentRule,
     RouterRule,
     SharedRule,
+    SharingRule,
     StreamsRule,
     TemperatureRule,
 )
@@ -282,11 +284,10 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "glm5_next_text": Family(
         architecture="Glm5NextForConditionalGeneration",
-        # Fields of the indexer, which selects tokens in longer contexts, and those that other
-        # engines read for what the class does in any case.
+        # What other engines read for what the class does in any case; nothing is rotated.
         ignored=TRAINING_FIELDS
-        | INDEXER_FIELDS
-        | {"first_k_dense_replace", "head_dim", "index_kpool_compress"},
+        | {"first_k_dense_replace", "head_dim", "index_kpool_compress"}
+        | {"index_share_for_mtp_iteration", "indexer_rope_interleave"},
         fixed=NOAUX_TC
         | {
             "index_kpool_always_select_tail": (True,),
@@ -299,8 +300,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         latent_norm_eps="rms_norm_eps",
         streams=StreamsRule(),
-        context_limit=("index_topk",),
-        selected_pool="index_kpool",
+        indexer=IndexerRule(is_interleaved=False, sharing=SharingRule(), pool="index_kpool"),
+        defaults={"index_topk_freq": 1, "index_skip_topk_offset": 2},
         full_layer_types=("indexed_attention", "deepseek_sparse_attention", "full_attention"),
         qkv_bias="attention_bias",
         has_layer_types=True,
@@ -407,23 +408,19 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": "intermediate_size",
             "sparse_attention_config.sparse_attention_freq": "sparse_attention_freq",
             "sparse_attention_config.sparse_block_size": "index_block_size",
+            "sparse_attention_config.sparse_index_dim": "index_head_dim",
+            "sparse_attention_config.sparse_local_block": "index_local_blocks",
+            "sparse_attention_config.sparse_num_index_heads": "index_n_heads",
             "sparse_attention_config.sparse_topk_blocks": "index_topk_blocks",
         },
-        # The fields of the indexer that do not say how many tokens it selects; transformers does
-        # not read rotary_dim.
+        # transformers does not read rotary_dim.
         ignored=TRAINING_FIELDS
         | frozenset(
             {
-                "index_head_dim",
-                "index_local_blocks",
-                "index_n_heads",
                 "num_mtp_modules",
                 "rotary_dim",
                 "sparse_attention_config.sparse_disable_index_value",
-                "sparse_attention_config.sparse_index_dim",
                 "sparse_attention_config.sparse_init_block",
-                "sparse_attention_config.sparse_local_block",
-                "sparse_attention_config.sparse_num_index_heads",
                 "sparse_attention_config.sparse_score_type",
             }
         ),
@@ -444,9 +441,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         qk_norm="head",
         full_layer_types=("full_attention", "minimax_m3_sparse"),
         has_layer_types=True,
-        context_limit=("index_topk_blocks", "index_block_size"),
-        limited_layer_type="minimax_m3_sparse",
-        limited_layers="sparse_attention_freq",
+        blocks=BlockIndexerRule(layer_type="minimax_m3_sparse", marks="sparse_attention_freq"),
         clamp=_OAI_SWIGLU,
         dense_hidden="dense_intermediate_size",
         moe=MoeRule(

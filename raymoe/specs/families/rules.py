@@ -201,6 +201,23 @@ class IndexerRule:
     head_dim: FieldName = "index_head_dim"
     top_k: FieldName = "index_topk"
     sharing: SharingRule | None = None  # None: every layer chooses
+    pool: FieldName | None = None  # tokens of an entry; None: they are chosen one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexerRule:
+    """The layers of a family that choose blocks of positions, as in `BlockIndexerSpec`.
+
+    Layers are named in `layer_types`; where that is absent, `marks` has a number for each.
+    """
+
+    layer_type: str
+    marks: FieldName
+    num_heads: FieldName = "index_n_heads"
+    head_dim: FieldName = "index_head_dim"
+    block_tokens: FieldName = "index_block_size"
+    top_k: FieldName = "index_topk_blocks"
+    num_local: FieldName = "index_local_blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +283,7 @@ class Family:
     latent_norm_eps: FieldName | None = None
     streams: StreamsRule | None = None  # None: the hidden state is one stream
     indexer: IndexerRule | None = None  # what selects positions in long contexts
+    blocks: BlockIndexerRule | None = None  # what selects blocks of them
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
     compressed: CompressedRule | None = None  # attention of all layers to compressed entries
     # Fields whose product is the context length beyond which attention would be sparse, which is
@@ -274,9 +292,6 @@ class Family:
     # Field with the number of tokens that are selected together, where tokens at the end of a
     # context that are fewer are selected in any case; None: tokens are selected one by one.
     selected_pool: FieldName | None = None
-    # Field that marks such layers where `layer_types` is absent, with a number for each.
-    limited_layers: FieldName | None = None
-    limited_layer_type: str | None = None  # name in `layer_types` of such layers; None: all
     # Names in `layer_types` of layers with full attention.
     full_layer_types: tuple[str, ...] = ("full_attention",)
     scale: float | FieldName | None = None  # factor of the attention scores

@@ -447,14 +447,19 @@ def _mixers(fn: str) -> dict[str, str]:
     }
 
 
+_POOLED_KEYS = {
+    "self_attn.indexer.pool_gate.weight": "self_attn.indexer.index_kpool_compress_gate",
+    "self_attn.indexer.pool_bias": "self_attn.indexer.index_kpool_compress_ape",
+}
 _GLM5_NEXT = Naming(
-    renamed={**_SHARED, **_mixers("hc_{}_fn"), **_KIMI_ATTENTION},
+    renamed={**_SHARED, **_mixers("hc_{}_fn"), **_KIMI_ATTENTION, **_POOLED_KEYS},
     unread=(".self_attn.indexer.",),
 )
 _GLM5_NEXT_MODULES = Naming(
     renamed={
         "linear_attn.A_log": "self_attn.forget_gate.A_log",
         **_mixers("{}_hc.fn"),
+        **_POOLED_KEYS,
         **(_KIMI_IN_ONE.renamed or {}),
     },
     fused=_KIMI_IN_ONE.fused[1:],
@@ -564,8 +569,14 @@ _MINIMAX_M3_MODULE = {
     "mlp.gate.": "block_sparse_moe.gate.",
     "mlp.shared_expert.": "block_sparse_moe.shared_experts.",
 }
+_MINIMAX_M3_INDEXER = {"self_attn.indexer.": "self_attn.index_"}
 _MINIMAX_M3 = Naming(
-    renamed={**_MIXTRAL_EXPERTS, **_MINIMAX_BIAS, **_MINIMAX_M3_MODULE},
+    renamed={
+        **_MIXTRAL_EXPERTS,
+        **_MINIMAX_BIAS,
+        **_MINIMAX_M3_MODULE,
+        **_MINIMAX_M3_INDEXER,
+    },
     unread=(".self_attn.index_", ".self_attn.indexer."),
 )
 
