@@ -13,12 +13,18 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.elementwise import rms_norm_reference
-from raymoe.kernels.gpu_attention_batch import AttentionCompute, CompressedTokens
+from raymoe.kernels.gpu_attention_batch import (
+    AttentionCompute,
+    ChoosingTokens,
+    CompressedTokens,
+)
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CompressedLayout
+from raymoe.kernels.selection import IndexRows, chosen_of, index_scores
 
 QUERIES_AT_ONCE = 128
 
@@ -178,10 +184,17 @@ class CompressedBatch:
 
 @dataclass(frozen=True, slots=True)
 class CompressedBatches:
-    """One batch for each layout of a model's layers."""
+    """One batch for each layout of a model's layers.
+
+    Attributes:
+        are_chosen: Whether some token chooses among its entries.
+        choosing: For the kernel in Triton; torch scores entries if it is None.
+    """
 
     layouts: tuple[CompressedLayout, ...]
     batches: tuple[CompressedBatch, ...]
+    are_chosen: bool = False
+    choosing: ChoosingTokens | None = None
 
     def of_layout(self, layout: CompressedLayout) -> CompressedBatch:
         return self.batches[self.layouts.index(layout)]
@@ -263,27 +276,17 @@ def rotate_ends(
     return torch.cat([rows_TNW[..., :begin], rotated], dim=-1)
 
 
-def append_compressed(
-    row_TW: Tensor,
-    pooled_TX: Tensor,
-    cache: Tensor,
-    batch: CompressedBatch,
-    *,
-    layout: CompressedLayout,
-    tables: tuple[Tensor, Tensor],
-    pooling: Pooling | None,
-) -> None:
-    """Add the step's rows and entries to the cache, as `append_and_attend_compressed` does."""
-    entries_NEW, rows_MRW, sums_MA3W = layout.views(cache)
-    _append_entries(pooled_TX, (entries_NEW, sums_MA3W), batch, tables, pooling)
+def keep_rows(row_TW: Tensor, rows_MRW: Tensor, batch: CompressedBatch) -> None:
+    """Write the last rows of each sequence to its slot."""
     rows_MRW[batch.slot_K, batch.row_K] = row_TW.to(rows_MRW.dtype)[batch.kept_K]
 
 
-def _append_entries(  # noqa: PLR0917 - tensors of an operator
+def _append_entries(
     pooled_TX: Tensor,
     entries_and_sums: tuple[Tensor, Tensor],
     batch: CompressedBatch,
     tables: tuple[Tensor, Tensor],
+    *,
     pooling: Pooling | None,
 ) -> None:
     entries_NEW, sums_MA3W = entries_and_sums
@@ -323,7 +326,8 @@ def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its t
             ended: some of these in ascending order, then -1.
     """
     entries_NEW, rows_MRW, sums_MA3W = layout.views(cache)
-    _append_entries(pooled_TX, (entries_NEW, sums_MA3W), batch, tables, scoring.pooling)
+    entries_and_sums = (entries_NEW, sums_MA3W)
+    _append_entries(pooled_TX, entries_and_sums, batch, tables, pooling=scoring.pooling)
     row_TW = row_TW.to(rows_MRW.dtype)
     out_THW = torch.empty_like(query_THW)
     if batch.tokens is not None and len(query_THW):
@@ -338,6 +342,7 @@ def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its t
             layout=layout,
             scale=scoring.scale,
             sinks_H=scoring.sinks_H,
+            chosen_TK=chosen_TK,
         ).run()
     for group in batch.groups:
         recent_SXW = _recent(row_TW, rows_MRW, group)
@@ -346,8 +351,73 @@ def append_and_attend_compressed(  # noqa: PLR0913, PLR0917 - an operator: its t
         out_THW[group.token_SQ] = _attend(
             query_THW[group.token_SQ], recent_SXW, entry_SCW, chosen_SQK, group, layout, scoring
         )
-    rows_MRW[batch.slot_K, batch.row_K] = row_TW[batch.kept_K]
+    keep_rows(row_TW, rows_MRW, batch)
     return rotate_ends(out_THW, batch.position_T, tables, backwards=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryIndex:
+    """What chooses entries of one step in one layer.
+
+    Attributes:
+        pooled_TX: As `pooled_TX` of `append_and_attend_compressed`, for index keys.
+        rows: Rotated index queries and the weights of their heads; no keys.
+        pooling: Of index keys.
+    """
+
+    pooled_TX: Tensor
+    rows: IndexRows
+    pooling: Pooling
+
+
+def append_index_keys(
+    index: EntryIndex,
+    cache: Tensor,
+    batch: CompressedBatch,
+    *,
+    layout: CompressedLayout,
+    tables: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Add the index keys of the step's entries to the cache; return all, [N, E, I]."""
+    keys_NEI, sums_MA3I = layout.index_views(cache)
+    keys_and_sums = (keys_NEI, sums_MA3I)
+    _append_entries(index.pooled_TX, keys_and_sums, batch, tables, pooling=index.pooling)
+    return keys_NEI
+
+
+def choose_entries(
+    rows: IndexRows,
+    keys_NEI: Tensor,
+    batch: CompressedBatch,
+    *,
+    ratio: int,
+    top_k: int,
+) -> Tensor:
+    """Choose entries as `selection.choose_positions`, on any device; [T, K] int32."""
+    out_TK = torch.full((len(rows.query_TX), top_k), -1, dtype=torch.int32, device=keys_NEI.device)
+    for group in batch.groups:
+        keys_SCI = keys_NEI[group.block_SM].flatten(1, 2)[:, : group.num_entries]
+        (num_sequences, num_new), num_heads = group.token_SQ.shape, rows.weight_TJ.shape[1]
+        num_bytes = torch.float32.itemsize * num_sequences * num_heads * max(1, group.num_entries)
+        at_once = max(1, GATHERED_BYTES // num_bytes)
+        for begin in range(0, num_new, at_once):
+            end = min(num_new, begin + at_once)
+            token_Sq = group.token_SQ[:, begin:end]
+            query_SqX = rows.query_TX[token_Sq]
+            query_SqJI = query_SqX.unflatten(2, (num_heads, -1))
+            scores_SqC = index_scores(query_SqJI, rows.weight_TJ[token_Sq], keys_SCI)
+            position_Sq = group.first_S[:, None] + torch.arange(begin, end, device=keys_NEI.device)
+            out_TK[token_Sq] = _chosen_entries(scores_SqC, position_Sq, ratio, top_k)
+    return out_TK
+
+
+def _chosen_entries(scores_SqC: Tensor, position_Sq: Tensor, ratio: int, top_k: int) -> Tensor:
+    """The largest of the scores of seen entries in ascending order, then -1."""
+    scores_SqC = pad(scores_SqC, (0, max(0, top_k - scores_SqC.shape[2])))
+    is_late_SqC = _entries_end(position_Sq, ratio, scores_SqC.shape[2])
+    chosen_SqK = chosen_of(scores_SqC.masked_fill(is_late_SqC, -torch.inf), top_k)
+    is_late_SqK = chosen_SqK >= ((position_Sq + 1) // ratio)[..., None]
+    return chosen_SqK.masked_fill(is_late_SqK, -1).int()
 
 
 def _recent(row_TW: Tensor, rows_MRW: Tensor, group: Group) -> Tensor:

@@ -33,7 +33,11 @@ def append_and_attend_compressed_on_host(  # noqa: PLR0913, PLR0917 - an operato
         ConfigError: A shape, type or entry of the batch does not fit; names the argument.
     """
     if scoring.pooling is not None:
-        pool_entries(pooled_TX, cache, batch, layout=layout, tables=tables, pooling=scoring.pooling)
+        entries_NEW, _, sums_MA3W = layout.views(cache)
+        pool_entries(
+            pooled_TX, (entries_NEW, sums_MA3W), batch,
+            ratio=layout.ratio, tables=tables, pooling=scoring.pooling,
+        )  # fmt: skip
     return append_and_attend_rows(
         query_THW,
         row_TW,
@@ -48,10 +52,10 @@ def append_and_attend_compressed_on_host(  # noqa: PLR0913, PLR0917 - an operato
 
 def pool_entries(
     pooled_TX: Tensor,
-    cache: Tensor,
+    entries_and_sums: tuple[Tensor, Tensor],
     batch: AttentionBatch,
     *,
-    layout: CompressedLayout,
+    ratio: int | None,
     tables: tuple[Tensor, Tensor],
     pooling: Pooling,
 ) -> None:
@@ -61,8 +65,8 @@ def pool_entries(
     that its window was cut into. An entry has a norm, is rotated by the first position of its
     window and rounded once.
     """
-    entries_NEW, _, sums_MA3W = layout.views(cache)
-    assert layout.ratio is not None, "layers without entries pool nothing"
+    entries_NEW, sums_MA3W = entries_and_sums
+    assert ratio is not None, "layers without entries pool nothing"
     try:
         _native.pool_entries(
             pooled_TX,
@@ -76,7 +80,7 @@ def pool_entries(
             batch.block_table,
             _slots(batch),
             *tables,
-            layout.ratio,
+            ratio,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

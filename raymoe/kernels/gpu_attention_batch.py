@@ -271,6 +271,44 @@ class LatentRaggedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoosingTokens:
+    """All tokens of an `AttentionBatch`, for the kernel that scores what they choose from.
+
+    Attributes:
+        table_SM: int32 block table; entries beyond a context are not read.
+        late_T: int64, all tokens.
+        sequences_L: int32, their rows in the block table.
+        positions_L: int32, their positions.
+        num_positions: Exclusive upper bound of all positions.
+        entry_tokens: That an index key stands for.
+    """
+
+    compute: AttentionCompute
+    table_SM: Tensor
+    late_T: Tensor
+    sequences_L: Tensor
+    positions_L: Tensor
+    num_positions: int
+    entry_tokens: int
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, compute: AttentionCompute, *, entry_tokens: int) -> Self:
+        """Compute the indices, on the host."""
+        work = _Work(batch)
+        tokens_T = np.arange(len(work.sequence_T))
+        sequences_T, positions_T = work.places(tokens_T)
+        return cls(
+            compute=compute,
+            table_SM=_tensor(work.table_SM, torch.int32),
+            late_T=_tensor(tokens_T, torch.int64),
+            sequences_L=_tensor(sequences_T, torch.int32),
+            positions_L=_tensor(positions_T, torch.int32),
+            num_positions=int(work.contexts_S.max()),
+            entry_tokens=entry_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChoosingBatch:
     """An `AttentionBatch` in which some tokens see more positions than an indexer chooses.
 

@@ -20,7 +20,7 @@ from raymoe.kernels.gpu_attention import (
     append_latent_rows,
     append_launch,
 )
-from raymoe.kernels.gpu_attention_batch import BlockChoosingBatch, ChoosingBatch
+from raymoe.kernels.gpu_attention_batch import BlockChoosingBatch, ChoosingBatch, ChoosingTokens
 from raymoe.kernels.gpu_attention_kernels import BLOCK_TOKENS
 from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS as TOKENS_OF_BLOCK
@@ -98,7 +98,11 @@ def index_scores_kernel(
 
 
 def scores_launch(
-    rows: IndexRows, keys_NEI: Tensor, batch: ChoosingBatch, some: slice, out_LC: Tensor
+    rows: IndexRows,
+    keys_NEI: Tensor,
+    batch: ChoosingBatch | ChoosingTokens,
+    some: slice,
+    out_LC: Tensor,
 ) -> Launch:
     """Score all positions for some of the tokens that choose; `rows` are those of these tokens."""
     num_heads, dim = rows.weight_TJ.shape[1], keys_NEI.shape[2]
@@ -133,7 +137,7 @@ def scores_launch(
 
 
 def choose_positions_ragged(
-    rows: IndexRows, keys_NEI: Tensor, batch: ChoosingBatch, top_k: int
+    rows: IndexRows, keys_NEI: Tensor, batch: ChoosingBatch | ChoosingTokens, top_k: int
 ) -> Tensor:
     """Choose as `selection.choose_positions` for the tokens that choose, [L, K] int32.
 
@@ -142,7 +146,8 @@ def choose_positions_ragged(
         top_k: Of positions, or of entries of so many tokens as the batch says.
     """
     num_late = len(batch.late_T)
-    width = -(-(batch.num_positions // batch.entry_tokens) // _POSITIONS) * _POSITIONS
+    num_entries = max(top_k, batch.num_positions // batch.entry_tokens)
+    width = -(-num_entries // _POSITIONS) * _POSITIONS
     out_LK = torch.empty(num_late, top_k, dtype=torch.int32, device=keys_NEI.device)
     at_once = max(1, GATHERED_BYTES // (width * _RANK_BYTES))
     for first in range(0, num_late, at_once):
@@ -150,7 +155,9 @@ def choose_positions_ragged(
         scores_lC = torch.empty(some.stop - first, width, device=keys_NEI.device)
         chosen = rows.select(batch.late_T[some])
         scores_launch(chosen, keys_NEI, batch, some, scores_lC).run()
-        out_LK[some] = chosen_of(scores_lC, top_k).int()
+        chosen_lK = chosen_of(scores_lC, top_k).int()
+        seen_l = (batch.positions_L[some] + 1) // batch.entry_tokens
+        out_LK[some] = chosen_lK.masked_fill(chosen_lK >= seen_l[:, None], -1)
     return out_LK
 
 

@@ -287,6 +287,8 @@ class CompressedLayout:
         ratio: Tokens of an entry; None if there are none.
         num_sums: Sums of a slot: of the window that is open, then of the one after.
         dtype: Of rows and entries.
+        index_dim: Elements of an entry's index key, which follows the entries of its block, as its
+            sums follow those of the slot; 0 where entries have none.
     """
 
     width: int
@@ -294,6 +296,7 @@ class CompressedLayout:
     ratio: int | None
     num_sums: int
     dtype: torch.dtype
+    index_dim: int = 0
 
     def __post_init__(self) -> None:
         check_cache_dtype(self.dtype)
@@ -317,15 +320,18 @@ class CompressedLayout:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        return (self.block_entries, self.width)
+        return (self.block_entries, self.width + self.index_dim)
 
     @property
     def block_bytes(self) -> int:
-        return self.block_entries * self.width * self.dtype.itemsize
+        return prod(self.block_shape) * self.dtype.itemsize
 
     @property
     def sequence_bytes(self) -> int:
-        return self._row_bytes + self.num_sums * 3 * self.width * torch.float32.itemsize
+        return self._row_bytes + self._sum_bytes(self.width) + self._sum_bytes(self.index_dim)
+
+    def _sum_bytes(self, width: int) -> int:
+        return self.num_sums * 3 * width * torch.float32.itemsize
 
     @property
     def _row_bytes(self) -> int:
@@ -340,13 +346,30 @@ class CompressedLayout:
         num_slots = len(slots)
         rows = slots[:, : self._row_bytes].view(self.dtype)
         rows_MRW = rows.view(num_slots, self.window, self.width)
-        sums = slots[:, self._row_bytes :].view(torch.float32)
+        end = self._row_bytes + self._sum_bytes(self.width)
+        sums = slots[:, self._row_bytes : end].view(torch.float32)
         sums_MA3W = sums.view(num_slots, self.num_sums, 3, self.width)
+        blocks_NX = self._blocks(cache)[:, : self.block_entries * self.width]
+        entries_NEW = blocks_NX.view(len(blocks_NX), self.block_entries, self.width)
+        return entries_NEW, rows_MRW, sums_MA3W
+
+    def index_views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Index keys of entries [N, E, I], and their sums [M, A, 3, I], as in `views`."""
+        slots = self._slots(cache)
+        sums = slots[:, self._row_bytes + self._sum_bytes(self.width) :].view(torch.float32)
+        blocks_NX = self._blocks(cache)[:, self.block_entries * self.width :]
+        return (
+            blocks_NX.view(len(blocks_NX), self.block_entries, self.index_dim),
+            sums.view(len(slots), self.num_sums, 3, self.index_dim),
+        )
+
+    def _blocks(self, cache: Tensor) -> Tensor:
+        """The blocks as elements [N, X]."""
         if not self.block_bytes:
-            return rows_MRW.new_empty(0, *self.block_shape), rows_MRW, sums_MA3W
+            return cache[:0].view(self.dtype).view(0, 0)
         num_blocks = len(cache) // self.block_bytes
         blocks = cache[: num_blocks * self.block_bytes].view(self.dtype)
-        return blocks.view(num_blocks, *self.block_shape), rows_MRW, sums_MA3W
+        return blocks.view(num_blocks, -1)
 
     def slots(self, cache: Tensor) -> Tensor:
         """The bytes of all slots, [M, bytes]; slot s has index M - 1 - s."""

@@ -320,7 +320,7 @@ class Attention(OneForm):
         layout, masks = grouped_layout(self._spec, staged.dtype), None
         if isinstance(batch, RaggedBatch | BlockChoosingBatch):
             if isinstance(layout, IndexedLayout):
-                return self._choose_ragged(projected, staged, batch, layout, out)
+                return self._choose_ragged(projected, staged, batch, out)
             ragged = batch.everything if isinstance(batch, BlockChoosingBatch) else batch
             return self._attend_ragged(projected, staged, ragged, out)
         assert isinstance(batch, PagedBatch), "made by this layer's `staged_batch`"
@@ -362,7 +362,6 @@ class Attention(OneForm):
         projected: Projected,
         staged: Tensor,
         batch: RaggedBatch | BlockChoosingBatch,
-        layout: IndexedLayout,
         out: Tensor | None,
     ) -> Tensor:
         # These modules import Triton.
@@ -372,6 +371,8 @@ class Attention(OneForm):
             choose_blocks_ragged,
         )
 
+        layout = grouped_layout(self._spec, staged.dtype)
+        assert isinstance(layout, IndexedLayout), "it has index keys"
         projected, index = self._without_index(projected)
         keys_NBI, staged = layout.index_keys(staged), layout.attended_blocks(staged)
         ragged = batch if isinstance(batch, RaggedBatch) else batch.everything

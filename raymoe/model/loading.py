@@ -355,6 +355,14 @@ class _ArenaPlan:
         if attention.ratio is not None:
             pooled = [f"{prefix}compressor.{part}_proj" for part in ("kv", "gate")]
             total += self._linear(pooled, 2 * attention.pooled_width, hidden_size)
+        indexer = attention.indexer
+        if indexer is not None:
+            index = f"{prefix}indexer."
+            total += self._linear([f"{index}wq_b"], indexer.num_heads * indexer.head_dim, rank)
+            total += self._linear([f"{index}weights_proj"], indexer.num_heads, hidden_size)
+            pooled = [f"{index}{part}_proj" for part in ("kv", "gate")]
+            width = 2 * attention.num_sums * indexer.head_dim
+            total += self._linear(pooled, width, hidden_size)
         latent = attention.num_groups * attention.group_rank
         group_width = attention.output_width // attention.num_groups
         total += self._head_matrices(f"{prefix}o_a_proj.weight", latent, group_width)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import BY_TOKEN, COMPRESSED, OVERLAPPING, SCORED
+from raymoe.specs.families.rules import EntryIndexerRule
 from raymoe.specs.files import integer
 from raymoe.specs.layers import (
     KV_BLOCK_TOKENS,
     AnyAttentionSpec,
     CompressedAttentionSpec,
-    LayerSpec,
+    EntryIndexerSpec,
     RouterSpec,
 )
 from raymoe.specs.rope import SLIDING, RopeSpec
@@ -72,6 +73,7 @@ def _attention(fields: ConfigFields, kind: str) -> CompressedAttentionSpec:
         is_overlapping=kind == OVERLAPPING,
         num_groups=num_groups,
         group_rank=fields.positive(rule.group_rank),
+        indexer=_indexer(fields, rule.indexer, rope_head_dim) if kind == OVERLAPPING else None,
     )
 
 
@@ -86,17 +88,18 @@ def _ratio(fields: ConfigFields, name: str, kind: str) -> int:
     return ratio
 
 
-def compressed_limit(fields: ConfigFields, layers: Sequence[LayerSpec]) -> int:
-    """The longest context whose overlapping entries are all selected."""
-    rule = fields.family.compressed
-    assert rule is not None, "its family has such layers"
-    ratios = [
-        layer.attention.ratio
-        for layer in layers
-        if isinstance(layer.attention, CompressedAttentionSpec) and layer.attention.is_overlapping
-    ]
-    limits = [(fields.positive(rule.selected) + 1) * (ratio or 1) - 1 for ratio in ratios]
-    return min(limits, default=fields.positive("max_position_embeddings"))
+def _indexer(fields: ConfigFields, rule: EntryIndexerRule, rope_head_dim: int) -> EntryIndexerSpec:
+    head_dim = fields.positive(rule.head_dim)
+    if head_dim % 8 or head_dim < rope_head_dim:
+        raise UnsupportedModelError(
+            f"{rule.head_dim} is {head_dim}; supported: multiples of 8, at least the "
+            f"{rope_head_dim} dimensions that are rotated"
+        )
+    return EntryIndexerSpec(
+        num_heads=fields.positive(rule.num_heads),
+        head_dim=head_dim,
+        top_k=fields.positive(rule.top_k),
+    )
 
 
 def router_of_layer(fields: ConfigFields, router: RouterSpec, i: int) -> RouterSpec:

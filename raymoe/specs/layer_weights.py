@@ -243,6 +243,15 @@ def _compressed(attention: CompressedAttentionSpec, hidden_size: int) -> NamedSh
             yield f"{COMPRESSOR}{part}.weight", (attention.pooled_width, hidden_size)
         yield POSITION_BIAS, (attention.ratio, attention.pooled_width)
         yield f"{COMPRESSOR}kv_norm.weight", (width,)
+    if attention.indexer is not None and attention.ratio is not None:
+        num_heads, dim = attention.indexer.num_heads, attention.indexer.head_dim
+        width = attention.num_sums * dim
+        yield f"{INDEXER}wq_b.weight", (num_heads * dim, rank)
+        yield f"{INDEXER}weights_proj.weight", (num_heads, hidden_size)
+        for part in ("kv_proj", "gate_proj"):
+            yield f"{INDEXER}{part}.weight", (width, hidden_size)
+        yield f"{INDEXER}position_bias", (attention.ratio, width)
+        yield f"{INDEXER}kv_norm.weight", (dim,)
     latent = attention.num_groups * attention.group_rank
     yield f"{GROUPED_OUTPUT}.weight", (latent, attention.output_width // attention.num_groups)
     yield f"{OUTPUT}.weight", (hidden_size, latent)

@@ -507,6 +507,27 @@ class RecurrentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntryIndexerSpec:
+    """What selects the entries that a token attends to, once it sees more than `top_k` of them.
+
+    An index key is cached for each entry, and made of its tokens as the entry is. Scores are those
+    of `IndexerSpec`; queries come from the latent of the queries. Equal scores go to the lower
+    entry.
+
+    Source: DeepSeek-V4 report (2026), section 2.3.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's index queries and of the weights of their heads."""
+        return self.num_heads * (self.head_dim + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttentionSpec:
     """Attention of one layer to the last tokens, and to entries that stand for earlier ones.
 
@@ -516,7 +537,7 @@ class CompressedAttentionSpec:
     already. With overlap, the window before takes part by a second projection. Groups of heads are
     projected to a latent before the output projection.
 
-    Source: DeepSeek-V4 report (2026), section 2.3, where every entry is selected.
+    Source: DeepSeek-V4 report (2026), section 2.3.
     """
 
     num_heads: int
@@ -530,10 +551,30 @@ class CompressedAttentionSpec:
     is_overlapping: bool  # whether the window before takes part in an entry
     num_groups: int  # of heads, each projected to a latent
     group_rank: int
+    indexer: EntryIndexerSpec | None = None  # None: a token attends to every entry that it sees
 
     @property
     def rotated_head_dim(self) -> int:
         return self.rope_head_dim
+
+    @property
+    def index_head_dim(self) -> int:
+        """Elements of an entry's index key."""
+        return 0 if self.indexer is None else self.indexer.head_dim
+
+    @property
+    def index_width(self) -> int:
+        """Elements of a token that scores are made of: pooled ones, queries, and weights."""
+        if self.indexer is None:
+            return 0
+        return 2 * self.num_sums * self.index_head_dim + self.indexer.query_width
+
+    @property
+    def num_seen(self) -> int | None:
+        """The longest context all of whose entries a token sees; None for any."""
+        if self.indexer is None or self.ratio is None:
+            return None
+        return (self.indexer.top_k + 1) * self.ratio - 1
 
     @property
     def num_sums(self) -> int:
@@ -556,7 +597,9 @@ class CompressedAttentionSpec:
     @property
     def cache_width(self) -> int:
         """Elements of a token in blocks, of which an entry larger than a block fills one row."""
-        return 0 if self.ratio is None else ceil(self.head_dim / min(self.ratio, KV_BLOCK_TOKENS))
+        if self.ratio is None:
+            return 0
+        return ceil((self.head_dim + self.index_head_dim) / min(self.ratio, KV_BLOCK_TOKENS))
 
     @property
     def prompt_width(self) -> int:
@@ -566,12 +609,14 @@ class CompressedAttentionSpec:
     @property
     def working_width(self) -> int:
         """Elements per token that a host holds, those of pooled float32 values counted twice."""
-        return 2 * (self.prompt_width + self.head_dim) + 8 * self.pooled_width
+        rows = self.prompt_width + self.head_dim + self.index_width
+        return 2 * rows + 8 * (self.pooled_width + self.num_sums * self.index_head_dim)
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the float32 sums of open windows."""
-        return STATE_BYTES["float32"] * 3 * self.pooled_width
+        num_sums = 3 * (self.pooled_width + self.num_sums * self.index_head_dim)
+        return STATE_BYTES["float32"] * num_sums
 
     def state_bytes(self, bytes_per_element: int) -> int:
         """Bytes that a sequence keeps: its last rows, and sums of open windows."""
@@ -599,7 +644,7 @@ class CompressedAttentionSpec:
             query=query,
             absorbed_query=query,
             key=(1, self.head_dim),
-            value=(1, 2 * self.pooled_width),
+            value=(1, 2 * self.pooled_width + self.index_width),
             output=self.output_width,
             absorbed_output=self.output_width,
         )
@@ -616,6 +661,7 @@ __all__ = [
     "ClampSpec",
     "CompressedAttentionSpec",
     "DenseSpec",
+    "EntryIndexerSpec",
     "GroupScore",
     "LatentAttentionSpec",
     "LayerSpec",

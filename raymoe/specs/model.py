@@ -9,7 +9,6 @@ from typing import Self
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults, class_defaults
-from raymoe.specs.compressed_config import compressed_limit
 from raymoe.specs.config import (
     ConfigFields,
     HeadKind,
@@ -42,6 +41,7 @@ from raymoe.specs.layers import (
     AnyAttentionSpec,
     AttentionSpec,
     ClampSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -397,6 +397,10 @@ def _within(layer: LayerSpec, length: int) -> LayerSpec:
         if attention.blocks.num_seen >= length:
             attention = replace(attention, blocks=None)
         return replace(layer, attention=attention)
+    if isinstance(attention, CompressedAttentionSpec) and attention.num_seen is not None:
+        if attention.num_seen >= length:
+            attention = replace(attention, indexer=None)
+        return replace(layer, attention=attention)
     if not isinstance(attention, LatentAttentionSpec) or attention.indexer is None:
         return layer
     if attention.indexer.num_seen < length:
@@ -420,8 +424,6 @@ def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
     ropes = {layer.rope for layer in layers if layer.rope is not None}
     max_positions = fields.positive("max_position_embeddings")
     limit = max((rope.max_model_len for rope in ropes), default=max_positions)
-    if family.compressed is not None:
-        limit = min(limit, compressed_limit(fields, layers))
     if family.context_limit:
         selected = prod(map(fields.positive, family.context_limit))
         pool = family.selected_pool

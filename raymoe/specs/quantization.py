@@ -172,7 +172,7 @@ _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = (
     *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
-    f"{INDEXER}weights_proj.",
+    *(f"{INDEXER}{part}_proj." for part in ("weights", "kv", "gate")),
     COMPRESSOR,
     MERGE,
     *MIXERS,

@@ -27,8 +27,10 @@ _V4: dict[str, Any] = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 40,
-    "index_n_heads": 2,
+    # With few index heads many scores would be zero, and what is chosen a tie.
+    "index_n_heads": 16,
     "index_head_dim": 16,
+    "index_topk": 4,
     "sliding_window": 20,
     "layer_types": [SLIDING, OVERLAPPING, LONG, OVERLAPPING],
     "mlp_layer_types": [BY_TOKEN, SCORED, SCORED, BY_TOKEN],
@@ -71,6 +73,8 @@ COMPRESSED_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
                 "compress_rates": _rates(8, 64),
                 "num_experts_per_tok": 1,
                 "sliding_window": 5,
+                "index_topk": 7,
+                "index_head_dim": 24,
             },
             "one group of heads, all of a head rotated, low limit": {
                 "o_groups": 1,
@@ -89,6 +93,7 @@ COMPRESSED_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
                 "mlp_layer_types": [SCORED] * 3,
                 "num_hidden_layers": 3,
                 "compress_rates": _rates(2, 16),
+                "index_topk": 10,
                 "sliding_window": 2,
                 "routed_scaling_factor": 0.7,
             },

@@ -20,8 +20,7 @@ COMPRESSED_FAMILIES: Mapping[str, Family] = {
     "deepseek_v4": Family(
         architecture="DeepseekV4ForCausalLM",
         was_published_with_code=True,
-        # Fields of the indexer, which selects entries in longer contexts.
-        ignored=TRAINING_FIELDS | {"index_head_dim", "index_n_heads"},
+        ignored=TRAINING_FIELDS,
         fixed={
             "n_shared_experts": (1,),
             "norm_topk_prob": (True,),

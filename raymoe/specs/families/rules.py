@@ -229,6 +229,15 @@ class TemperatureRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntryIndexerRule:
+    """The indexer of entries in a family, as in `EntryIndexerSpec`."""
+
+    num_heads: FieldName = "index_n_heads"
+    head_dim: FieldName = "index_head_dim"
+    top_k: FieldName = "index_topk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedRule:
     """Attention to compressed entries in a family, as in `CompressedAttentionSpec`."""
 
@@ -238,8 +247,7 @@ class CompressedRule:
     ratios: FieldName = "compress_rates"  # an object with the ratio of each kind of layer
     num_groups: FieldName = "o_groups"
     group_rank: FieldName = "o_lora_rank"
-    # Overlapping entries that are selected of those of a context.
-    selected: FieldName = "index_topk"
+    indexer: EntryIndexerRule = field(default_factory=EntryIndexerRule)  # of overlapping entries
     networks: FieldName = "mlp_layer_types"  # layers whose experts token ids choose
 
 
