@@ -206,7 +206,7 @@ def choose_positions_reference(
     starts = batch.query_start.tolist()
     for sequence, context in enumerate(batch.context_tokens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
-        last_C = torch.arange(entry_tokens - 1, context, entry_tokens)
+        last_C = torch.arange(1, context // entry_tokens + 1) * entry_tokens - 1
         blocks_C = batch.block_table[sequence, last_C // BLOCK_TOKENS].long()
         keys_CI = keys_NEI[blocks_C, last_C % BLOCK_TOKENS // entry_tokens].float()
         for token in range(begin, end):

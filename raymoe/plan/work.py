@@ -37,10 +37,8 @@ from raymoe.specs.layer_weights import (
 from raymoe.specs.layers import (
     AnyAttentionSpec,
     AttentionSpec,
-    BlockIndexerSpec,
     CompressedAttentionSpec,
     DenseSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
@@ -168,7 +166,7 @@ class LayerWork:
             keys, values = attention.nope_head_dim, attention.value_head_dim
             parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
             parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
-        indexer = _indexer(attention)
+        selection = _selection(attention)
         state = attention if isinstance(attention, StatefulSpec) else None
         pair_flop, prefill_pair_flop = _pair_flop(attention)
         return cls(
@@ -190,10 +188,10 @@ class LayerWork:
             common_hidden=_common_hidden(layer),
             mixers=parts["mixers"],
             window=_window(attention),
-            num_chosen=None if indexer is None else indexer.num_seen,
-            index_pair_flop=0 if indexer is None else indexer.pair_flop,
-            index_token_bytes=0 if indexer is None else indexer.read_width * kv_element_bytes,
-            copies_chosen=not isinstance(indexer, BlockIndexerSpec),
+            num_chosen=selection.num_chosen,
+            index_pair_flop=selection.pair_flop,
+            index_token_bytes=selection.read_width * kv_element_bytes,
+            copies_chosen=selection.copies,
             state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
             state_flop=0 if state is None else state.token_flop,
             recent=RecentRows.of(attention, bytes_per_element),
@@ -367,10 +365,27 @@ def _common_hidden(layer: LayerSpec) -> int:
     return 0 if ffn.shared is None else ffn.shared.hidden
 
 
-def _indexer(attention: AnyAttentionSpec) -> IndexerSpec | BlockIndexerSpec | None:
-    if isinstance(attention, LatentAttentionSpec):
-        return attention.indexer
-    return attention.blocks if isinstance(attention, AttentionSpec) else None
+class Selection(NamedTuple):
+    """What a layer that attends to chosen tokens does for it, as in `LayerWork`."""
+
+    num_chosen: int | None = None
+    pair_flop: int = 0
+    read_width: int = 0
+    copies: bool = False
+
+
+def _selection(attention: AnyAttentionSpec) -> Selection:
+    if isinstance(attention, LatentAttentionSpec) and attention.indexer is not None:
+        indexer = attention.indexer
+        return Selection(indexer.num_seen, indexer.pair_flop, indexer.read_width, copies=True)
+    if isinstance(attention, AttentionSpec) and attention.blocks is not None:
+        blocks = attention.blocks
+        return Selection(blocks.num_seen, blocks.pair_flop, blocks.head_dim)
+    if isinstance(attention, CompressedAttentionSpec) and attention.indexer is not None:
+        ratio, entries = attention.ratio or 1, attention.indexer
+        flop = 2 * entries.num_heads * entries.head_dim // ratio
+        return Selection(attention.num_seen, flop, ceil(entries.head_dim / ratio))
+    return Selection()
 
 
 def _pair_flop(attention: AnyAttentionSpec) -> tuple[int, int]:

@@ -103,11 +103,6 @@ class BlockIndexerSpec:
         """Operations to score a pair of a token and an earlier one."""
         return 2 * self.num_heads * self.head_dim
 
-    @property
-    def read_width(self) -> int:
-        """Elements per earlier token that scores read."""
-        return self.head_dim
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

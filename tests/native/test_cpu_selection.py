@@ -9,19 +9,25 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import (
     AttentionBatch,
+    append,
     append_and_attend_latent_reference,
     append_latent,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, IndexedLayout, LatentLayout
+from raymoe.kernels.elementwise import Projected
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, IndexedLayout, KvLayout, LatentLayout
 from raymoe.kernels.selection import (
     Division,
     IndexRows,
+    Pools,
+    append_pooled_keys,
+    attend_blocks,
     attend_chosen,
     choose_blocks,
     choose_blocks_reference,
     choose_positions,
     choose_positions_reference,
     chosen_of,
+    positions_of,
 )
 from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP16, FP32
@@ -146,12 +152,6 @@ def test_blocks_are_those_of_the_reference(
         assert torch.equal(chosen[..., -1].max(1).values, (positions // block_tokens).int())
 
 
-def positions_of(batch: AttentionBatch) -> Tensor:
-    num_new = batch.num_new
-    first = batch.context_tokens.long() - num_new - batch.query_start[:-1].long()
-    return torch.arange(int(num_new.sum())) + torch.repeat_interleave(first, num_new)
-
-
 def test_blocks_of_other_sizes_are_refused() -> None:
     case = Case((2, 24))
     for sizes, message in (
@@ -214,10 +214,104 @@ def test_a_step_is_divided_at_the_position_from_which_tokens_choose() -> None:
     assert division.late.query_start.tolist() == [0, 1, 10, 14, 16]
 
 
+@covering(heads=HEADS, entry_tokens=[2, 4, 32, 64], top_k=[1, 3, 9])
+def test_entries_are_those_of_the_reference(
+    heads: tuple[int, int], entry_tokens: int, top_k: int
+) -> None:
+    case = Case(heads, values=WHOLE)
+    keys = case.keys[:, : max(1, BLOCK_TOKENS // entry_tokens)]
+    arguments = (case.rows, keys, case.batch, top_k)
+    chosen = choose_positions(*arguments, entry_tokens=entry_tokens)
+    want = choose_positions_reference(*arguments, entry_tokens=entry_tokens)
+    assert torch.equal(chosen, want)
+    seen = (positions_of(case.batch) + 1) // entry_tokens
+    assert torch.equal((chosen >= 0).sum(1), seen.clamp_max(top_k))
+
+
+def test_a_token_that_sees_few_positions_chooses_all_of_them() -> None:
+    case = Case((2, 24))
+    chosen = choose_positions(case.rows, case.keys, case.batch, 36)
+    for positions, last in zip(chosen.tolist(), positions_of(case.batch).tolist(), strict=True):
+        seen = min(36, last + 1)
+        assert len(set(positions[:seen])) == seen
+        assert positions[seen:] == [-1] * (36 - seen)
+
+
+@pytest.mark.parametrize("pool", [1, 4, 16])
+def test_pooled_keys_do_not_depend_on_steps(pool: int) -> None:
+    random = torch.Generator().manual_seed(1)
+    key_TX = torch.randn(90, 16, generator=random)
+    bias_PI = torch.randn(pool, 8, generator=random)
+    layout = IndexedLayout(
+        attended=LatentLayout(rank=16, rope_dim=8, dtype=FP32), index_dim=8, pool=pool
+    )
+    want = key_TX[: 90 // pool * pool].view(-1, pool, 2, 8)
+    weights = (want[:, :, 1] + bias_PI).softmax(1)
+    want_EI = (weights * want[:, :, 0]).sum(1)
+    for steps in ([90], [1] * 90, [7, 30, 3, 50]):
+        cache = torch.full((5, *layout.block_shape), torch.nan)
+        table = torch.tensor([[3, 0, 4]], dtype=torch.int32)
+        end = 0
+        for step in steps:
+            begin, end = end, end + step
+            batch = AttentionBatch(
+                query_start=torch.tensor([0, step], dtype=torch.int32),
+                context_tokens=torch.tensor([end], dtype=torch.int32),
+                block_table=table,
+            )
+            append_pooled_keys(
+                key_TX[begin:end],
+                layout.index_keys(cache),
+                layout.open_tokens(cache),
+                pools=Pools.of(batch, pool),
+                bias_PI=bias_PI,
+            )
+        got = layout.index_keys(cache)[table[0].long()].flatten(0, 1)[: len(want_EI)]
+        torch.testing.assert_close(got, want_EI, rtol=1e-6, atol=1e-6)
+        assert layout.attended_blocks(cache).isnan().all()
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_attention_reads_the_chosen_blocks_alone(top_k: int) -> None:
+    random = torch.Generator().manual_seed(2)
+    case = Case((2, 8))
+    layout = KvLayout(num_kv_heads=2, head_dim=16, dtype=FP32)
+    whole = AttentionBatch(
+        query_start=torch.cat([torch.zeros(1).int(), case.batch.context_tokens.cumsum(0).int()]),
+        context_tokens=case.batch.context_tokens,
+        block_table=case.batch.block_table,
+    )
+    num_cached = int(case.batch.context_tokens.sum())
+    key_CGD, value_CGD = (torch.randn(num_cached, 2, 16, generator=random) for _ in range(2))
+    both = IndexedLayout(attended=layout, index_dim=8)  # its blocks are strided
+    cache = both.attended_blocks(torch.full((len(case.cache), *both.block_shape), torch.nan))
+    append(key_CGD, value_CGD, cache, whole)
+    batch = case.batch
+    chosen_TGK = choose_blocks(
+        case.rows.query_TX, case.keys, batch, top_k=top_k, block_tokens=32, num_local=1
+    )
+    positions = positions_of(batch)
+    sequences = torch.repeat_interleave(batch.num_new)
+    rows_T = whole.query_start[sequences].long() + positions
+    query_THD = torch.randn(len(rows_T), 6, 16, generator=random)
+    before = cache.clone()
+    projected = Projected(query_THD, key_CGD[rows_T], value_CGD[rows_T])
+    got = attend_blocks(projected, cache, batch, chosen_TGK, block_tokens=32, scale=0.3)
+    assert torch.equal(cache.nan_to_num(), before.nan_to_num())
+    for token, row in enumerate(rows_T.tolist()):
+        first = row - int(positions[token])
+        for head in range(6):
+            blocks = chosen_TGK[token, head // 3].tolist()
+            seen = [c for c in range(int(positions[token]) + 1) if c // 32 in blocks]
+            keys, values = (x[first:][seen, head // 3] for x in (key_CGD, value_CGD))
+            want = (0.3 * keys @ query_THD[token, head]).softmax(0) @ values
+            torch.testing.assert_close(got[token].view(6, 16)[head], want, rtol=2e-5, atol=2e-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     case = Case((2, 24))
-    with pytest.raises(ConfigError, match="position 32 cannot choose 34"):
-        choose_positions(case.rows, case.keys, case.batch, 34)
+    with pytest.raises(ConfigError, match="entries of 3 tokens"):
+        choose_positions(case.rows, case.keys, case.batch, 5, entry_tokens=3)
     wide = IndexRows(case.rows.key_TI, case.rows.query_TX[:, :25], case.rows.weight_TJ)
     with pytest.raises(ConfigError, match="query has width 25"):
         choose_positions(wide, case.keys, case.batch, 5)

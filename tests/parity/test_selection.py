@@ -20,8 +20,10 @@ from raymoe.device.threads import set_num_threads
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import DevicePolicy, Policy
 from tests.parity.cases import DIRECTORY
+from tests.parity.configurations import model_class
 from tests.parity.driver import Driver, load_decoder
 from tests.parity.oracle import randomise
+from tests.parity.wrapper_families import WRAPPER_FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +57,73 @@ LATENT = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+POOLED = LATENT | {
+    "qk_rope_head_dim": 0,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "indexer_types": ["full", "full", "shared"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_kpool": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "hc_mult": 2,
+}
+BLOCKS = {name: LATENT[name] for name in LATENT if name.endswith("_id")} | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["minimax_m3_sparse"] * 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 128,
+    "index_topk_blocks": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.3,
+}
+ENTRIES = {
+    **{name: LATENT[name] for name in LATENT if name.endswith("_id")},
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "layer_types": [
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["moe"] * 3,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "hc_mult": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.3,
+}
 # Class of the configuration, fields, and a seed with which the first tokens are clear.
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v32": ("DeepseekV32Config", LATENT, 11),
@@ -63,6 +132,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         LATENT | {"indexer_types": ["full", "shared"]},
         13,
     ),
+    "glm5_next": (
+        "Glm5NextConfig",
+        {
+            "text_config": POOLED,
+            "vision_config": WRAPPER_FAMILIES["glm5_next"][0]["vision_config"],
+        },
+        11,
+    ),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS, 11),
+    "deepseek_v4": ("DeepseekV4Config", ENTRIES, 11),
 }
 # Rows that begin the same, on both sides of what is chosen, and one far beyond it.
 LENGTHS = (2041, 2060, 6000)
@@ -83,9 +162,11 @@ def case(family: str) -> Long:
     config = getattr(transformers, config_class)(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        model = (
+            model_class(config)
+            ._from_config(config, dtype=torch.float32, attn_implementation="eager")
+            .eval()
+        )
         randomise(model)
     model.save_pretrained(directory)
     generator = torch.Generator().manual_seed(5)

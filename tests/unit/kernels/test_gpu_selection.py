@@ -4,10 +4,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels.gpu_attention_batch import ChoosingBatch
-from raymoe.kernels.paged_kv import ALL_TOKENS, BLOCK_TOKENS, LatentHeads
-from raymoe.kernels.selection import IndexRows, choose_positions_reference
+from raymoe.kernels.cpu_attention import AttentionBatch, append, append_and_attend
+from raymoe.kernels.elementwise import Projected
+from raymoe.kernels.gpu_attention_batch import BlockChoosingBatch, ChoosingBatch, ChoosingTokens
+from raymoe.kernels.paged_kv import (
+    ALL_TOKENS,
+    BLOCK_TOKENS,
+    IndexedLayout,
+    KvLayout,
+    LatentHeads,
+)
+from raymoe.kernels.selection import (
+    IndexRows,
+    attend_blocks,
+    choose_blocks_reference,
+    choose_positions_reference,
+)
 from raymoe.kernels.tensors import to_device
+from raymoe.specs.layers import BlockIndexerSpec
 from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP16, FP32
 from tests.native.test_cpu_selection import WHOLE, Case
@@ -67,6 +81,92 @@ def test_positions_are_those_of_the_reference(
 ) -> None:
     case = Case(heads, dtypes, sequences=SEQUENCES, values=WHOLE)
     assert torch.equal(chosen_by(case, device).cpu(), wanted_of(case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entry_tokens", [4, 64])
+def test_entries_are_those_of_the_reference(entry_tokens: int, device: str) -> None:
+    from raymoe.kernels.gpu_selection import choose_positions_ragged  # noqa: PLC0415
+
+    case = Case((3, 24), sequences=SEQUENCES, values=WHOLE)
+    keys = case.keys[:, : max(1, BLOCK_TOKENS // entry_tokens)]
+    tokens = ChoosingTokens.of(case.batch, compute_of(FP32, device), entry_tokens=entry_tokens)
+    tokens = to_device(tokens, torch.device(device))
+    rows = to_device(case.rows, torch.device(device))
+    chosen = choose_positions_ragged(rows, keys.to(device), tokens, 5)
+    want = choose_positions_reference(case.rows, keys, case.batch, 5, entry_tokens=entry_tokens)
+    assert torch.equal(chosen.cpu(), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@covering(dtypes=[(FP32, FP32), (FP32, BF16), (BF16, BF16)], sizes=[(1, 32, 1), (1, 64, 1)])
+def test_blocks_and_attention_to_them_are_those_of_the_host(
+    dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], device: str
+) -> None:
+    from raymoe.kernels.gpu_selection import (  # noqa: PLC0415
+        append_and_attend_blocks_ragged,
+        choose_blocks_ragged,
+    )
+
+    top_k, block_tokens, num_local = sizes
+    case = Case((2, 24), dtypes, sequences=SEQUENCES, values=WHOLE)
+    indexer = BlockIndexerSpec(
+        num_heads=2, head_dim=24, block_tokens=block_tokens, top_k=top_k, num_local=num_local
+    )
+    batch = BlockChoosingBatch.of(case.batch, compute_of(dtypes[0], device), indexer)
+    batch = to_device(batch, torch.device(device))
+    chosen = choose_blocks_ragged(case.rows.query_TX.to(device), case.keys.to(device), batch)
+    late_T = batch.late_T.cpu()
+    num_new = case.batch.num_new
+    first = case.batch.context_tokens.long() - num_new
+    begins = (indexer.num_seen - first).clamp_min(0).minimum(num_new)
+    late = case.batch.cut(begins, num_new)[1]
+    options = {"top_k": top_k, "block_tokens": block_tokens, "num_local": num_local}
+    want = choose_blocks_reference(case.rows.query_TX[late_T], case.keys, late, **options)
+    assert torch.equal(chosen.cpu(), want)
+
+    cache = blocks_of(case, dtypes[1])
+    num_tokens = len(case.query)
+    projected = Projected(
+        torch.randn(num_tokens, 6, 16, generator=case.random).to(dtypes[0]),
+        *(torch.randn(num_tokens, 2, 16, generator=case.random).to(dtypes[0]) for _ in range(2)),
+    )
+    copy = cache.to(device, copy=True)
+    layout = IndexedLayout(
+        attended=KvLayout(num_kv_heads=2, head_dim=16, dtype=dtypes[1]), index_dim=8
+    )
+    got = append_and_attend_blocks_ragged(
+        to_device(projected, torch.device(device)),
+        layout.attended_blocks(copy),
+        batch,
+        chosen,
+        scale=0.3,
+    ).cpu()
+    blocks = layout.attended_blocks(cache)
+    everything = append_and_attend(*projected, blocks, case.batch, scale=0.3)
+    unit = UNITS[dtypes[0]]
+    early_T = batch.early_T.cpu()
+    close = {"rtol": 10 * unit, "atol": 10 * unit}
+    torch.testing.assert_close(got[early_T], everything[early_T], **close)
+    picked = Projected(*(each[late_T] for each in projected))
+    exact = attend_blocks(picked, blocks, late, want, block_tokens=block_tokens, scale=0.3)
+    torch.testing.assert_close(got[late_T], exact, **close)
+
+
+def blocks_of(case: Case, dtype: torch.dtype) -> Tensor:
+    """Random keys and values of all tokens, in blocks that index keys follow."""
+    contexts = case.batch.context_tokens
+    whole = AttentionBatch(
+        query_start=torch.cat([contexts.new_zeros(1), contexts.cumsum(0).int()]),
+        context_tokens=contexts,
+        block_table=case.batch.block_table,
+    )
+    layout = IndexedLayout(attended=KvLayout(num_kv_heads=2, head_dim=16, dtype=dtype), index_dim=8)
+    cache = torch.zeros(len(case.cache), *layout.block_shape, dtype=dtype)
+    shape = (int(contexts.sum()), 2, 16)
+    key, value = (torch.randn(*shape, generator=case.random).to(dtype) for _ in range(2))
+    append(key, value, layout.attended_blocks(cache), whole)
+    return cache
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -52,6 +52,6 @@ def num_stored_elements(model: nn.Module) -> int:
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     named = (*model.named_parameters(), *buffers)
     family = FAMILIES.get(model.config.get_text_config().model_type)
-    chooses = family is not None and family.indexer is not None
+    chooses = family is not None and any((family.indexer, family.blocks, family.compressed))
     unread = (*([] if chooses else [".indexer."]), *MEDIA_TENSORS)
     return sum(tensor.numel() for name, tensor in named if not any(part in name for part in unread))

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError, UnsupportedModelError
-from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec
+from raymoe.specs.layers import (
+    AttentionSpec,
+    BlockIndexerSpec,
+    DenseSpec,
+    LatentAttentionSpec,
+    MoeSpec,
+)
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from tests.unit.specs.config_classes import config_of, meta_model, num_stored_elements, written
@@ -138,6 +144,7 @@ def _hybrid(**fixed: Any) -> Any:
         kinds = ("full_attention", "sliding_attention")
         if "num_local_experts" in fixed:
             kinds = ("full_attention", "minimax_m3_sparse")
+            drawn["index_n_heads"] = drawn["num_key_value_heads"]
         types = [rng.choice(kinds) for _ in range(drawn["num_hidden_layers"])]
         heads = 2 * drawn["num_attention_heads"]  # sliding layers may have twice the KV heads
         return drawn | {"layer_types": types, "num_attention_heads": heads}
@@ -341,7 +348,13 @@ def test_minimax_m3_is_read_in_its_published_form() -> None:
     spec = ModelSpec.from_config(whole)
     assert isinstance(spec.layers[2].ffn, DenseSpec)
     assert isinstance(spec.layers[3].ffn, MoeSpec)
-    assert (spec.max_model_len, spec.ropes[0].rotary_dim) == (2048, 64)
+    assert (spec.max_model_len, spec.ropes[0].rotary_dim) == (524288, 64)
+    blocks = [layer.attention.blocks for layer in spec.layers]
+    assert blocks[:3] == [None] * 3
+    assert set(blocks[3:]) == {
+        BlockIndexerSpec(num_heads=4, head_dim=128, block_tokens=128, top_k=16, num_local=1)
+    }
+    assert all(layer.attention.blocks is None for layer in spec.within(2048).layers)
     with pytest.raises(ConfigError, match="use_gemma_norm"):
         ModelSpec.from_config(whole | {"text_config": text | {"use_gemma_norm": False}})
 

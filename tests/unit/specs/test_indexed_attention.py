@@ -201,11 +201,67 @@ def test_indexers_that_are_not_needed_are_stored_and_not_read() -> None:
         locate_weights(spec, stored | {other: (128, 6144)}, files | {other: "x"})
 
 
+POOLED = {"model_type": "glm5_next_text", "max_position_embeddings": 4096}
+
+
 def test_pools_of_tokens_are_all_seen_while_as_many_as_are_selected_are_whole() -> None:
-    text = {"model_type": "glm5_next_text", "max_position_embeddings": 4096}
-    assert ModelSpec.from_config(text | {"index_kpool": 4}).max_model_len == 2048 + 3
-    assert ModelSpec.from_config(text).max_model_len == 2048 + 15  # pools of the class
-    assert ModelSpec.from_config(text | {"index_topk": 64}).max_model_len == 64 + 15
-    assert ModelSpec.from_config(text | {"max_position_embeddings": 100}).max_model_len == 100
-    with pytest.raises(UnsupportedModelError, match="index_kpool_always_select_tail = False"):
-        ModelSpec.from_config(text | {"index_kpool_always_select_tail": False})
+    spec = ModelSpec.from_config(POOLED | {"index_kpool": 4})
+    assert spec.max_model_len == 4096
+    assert spec.layers[3].attention.indexer.num_seen == 2048 + 3
+    assert spec.within(2051).layers[3].attention.indexer is None
+    assert spec.within(2052) is spec
+    # Keys of entries of 4 tokens, and the tokens of an open one in each block.
+    assert spec.layers[3].attention.cache_width == 512 + 128 * (8 + 8) // 32
+    (of_class,) = {layer.attention.indexer for layer in ModelSpec.from_config(POOLED).layers[3:4]}
+    assert (of_class.pool, of_class.num_seen) == (16, 2048 + 15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail = False"),
+        ({"index_kpool": 3}, "index_kpool is 3; supported: divisors of 32"),
+        ({"index_kpool": 16, "index_topk": 24}, r"of index_topk \(24\)"),
+    ],
+)
+def test_other_pools_are_refused(changes, message) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelSpec.from_config(POOLED | changes)
+
+
+BLOCKS = {"model_type": "minimax_m3_vl_text", "layer_types": ["minimax_m3_sparse"] * 60}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_n_heads": 2}, r"as many as KV heads \(4\)"),
+        ({"index_block_size": 48}, "index_block_size is 48; supported: multiples of 32"),
+        ({"index_local_blocks": 0}, "index_local_blocks is 0; supported: 1 to"),
+        ({"index_local_blocks": 17}, "index_local_blocks is 17; supported: 1 to"),
+        ({"index_head_dim": 60}, "index_head_dim is 60"),
+    ],
+)
+def test_other_blocks_are_refused(changes, message) -> None:
+    assert ModelSpec.from_config(BLOCKS).layers[0].attention.blocks.num_seen == 2048
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelSpec.from_config(BLOCKS | changes)
+
+
+def test_entries_are_all_seen_up_to_the_last_token_before_one_more() -> None:
+    spec = ModelSpec.from_config(
+        {
+            "model_type": "deepseek_v4",
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "max_position_embeddings": 8192,
+        }
+    )
+    assert [layer.attention.num_seen for layer in spec.layers] == [None, 2051, None]
+    assert spec.max_model_len == 8192
+    assert spec.within(2051).layers[1].attention.indexer is None
+    assert spec.within(2052) is spec

@@ -135,6 +135,7 @@ _ROUTER_BIAS = (r"mlp\.gate\.e_score_correction_bias", "block_sparse_moe.e_score
 TODAY: dict[str, tuple[tuple[str, str], ...]] = {
     "minimax_m3_vl": (  # nvidia/MiniMax-M3-NVFP4, quantized_layers
         (r"^(model\.|lm_head\.)", r"language_model.\1"),
+        (r"self_attn\.indexer\.", "self_attn.index_"),
         _ROUTER_BIAS,
         (r"mlp\.gate\.", "block_sparse_moe.gate."),
         (r"mlp\.shared_expert\.", "block_sparse_moe.shared_experts."),
@@ -165,7 +166,9 @@ TODAY: dict[str, tuple[tuple[str, str], ...]] = {
         (r"(hc_\w+_)weight", r"\1fn"),
         (r"input_layernorm\.", "attn_norm."),
         (r"post_attention_layernorm\.", "ffn_norm."),
-        (r"self_attn\.compressor\.(kv|gate)_proj", r"self_attn.compressor.w\1"),
+        (r"self_attn\.indexer\.(kv|gate)_", r"self_attn.indexer.compressor.\1_"),
+        (r"self_attn\.indexer\.position", r"self_attn.indexer.compressor.position"),
+        (r"compressor\.(kv|gate)_proj", r"compressor.w\1"),
         (r"compressor\.kv_norm", "compressor.norm"),
         (r"position_bias", "ape"),
         (r"self_attn\.q_([ab])_proj", r"self_attn.wq_\1"),
