@@ -186,10 +186,9 @@ class Attention(OneForm):
             return self._project(normed_TH, angles, out)
         projected = self._project(normed_TH, angles, None)
         index_TX = self._indexer(normed_TH, angles)
-        spare = self._spec.index_heads * self._spec.head_dim - index_TX.shape[1]
-        index_TND = functional.pad(index_TX, (0, spare)).view(
-            len(index_TX), -1, self._spec.head_dim
-        )
+        heads = (self._spec.index_heads, self._spec.head_dim)
+        spare = math.prod(heads) - index_TX.shape[1]
+        index_TND = functional.pad(index_TX, (0, spare)).view(len(index_TX), *heads)
         query_TND = torch.cat([projected.query_THD, index_TND], dim=1)
         projected = projected._replace(query_THD=query_TND)
         return projected if out is None else copied(projected, out)

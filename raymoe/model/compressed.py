@@ -224,7 +224,8 @@ class EntryIndexer:
     def __call__(self, normed_TH: Tensor, latent_TL: Tensor, angles: Angles) -> Tensor:
         """Return rows [T, 4 I + J * I + J] for tokens with these inputs and query latents."""
         query_TX = self._query(latent_TL)
-        query_TJI = query_TX.view(len(query_TX), -1, self._indexer.head_dim)
+        heads = (self._indexer.num_heads, self._indexer.head_dim)
+        query_TJI = query_TX.view(len(query_TX), *heads)
         tables = (angles.cos_PR, angles.sin_PR)
         rotated_TJI = rotate_ends(query_TJI, angles.rows_T, tables)
         parts = [self._pooled(normed_TH), rotated_TJI.flatten(1), self._weights(normed_TH)]

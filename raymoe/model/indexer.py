@@ -74,14 +74,15 @@ class BlockIndexer:
     def __call__(self, normed_TH: Tensor, angles: Angles) -> Tensor:
         """Return rows [T, I + J * I]: the key, then queries."""
         spec, both_TX = self._spec, self._both(normed_TH)
+        heads_TNI = both_TX.view(len(both_TX), 1 + spec.num_heads, spec.head_dim)
+        parts = heads_TNI.tensor_split([1], dim=1)
         normed = [
-            rms_norm(part_TX.reshape(-1, spec.head_dim), weight_I, self._eps, self._offset)
-            for part_TX, weight_I in zip(
-                both_TX.tensor_split([spec.head_dim], dim=1), self._norms, strict=True
-            )
+            rms_norm(part.reshape(-1, spec.head_dim), weight_I, self._eps, self._offset)
+            for part, weight_I in zip(parts, self._norms, strict=True)
         ]
-        num_tokens = len(both_TX)
-        heads_TNI = torch.cat([part.view(num_tokens, -1, spec.head_dim) for part in normed], dim=1)
+        heads_TNI = torch.cat(
+            [rows.view(part.shape) for rows, part in zip(normed, parts, strict=True)], dim=1
+        )
         rows_T, *tables = angles
         cosines, sines = (table_PR[rows_T.long(), None].to(heads_TNI.dtype) for table_PR in tables)
         return rotate_heads(heads_TNI, cosines, sines, is_interleaved=False).flatten(1)

@@ -275,6 +275,26 @@ def test_states_of_every_kind_schedule_and_scenario(
     check_states(name, schedule, scenario, "pages")
 
 
+# Kinds of what tokens choose, at contexts where they do.
+CHOOSING = ("glm5_next: plain", "minimax_m3_vl_text: plain", "deepseek_v4: plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(
+            name,
+            schedule,
+            marks=() if (name, schedule) == (CHOOSING[1], "cgopipe") else pytest.mark.slow,
+        )
+        for name in CHOOSING
+        for schedule in ("cgopipe", "vslpipe", "module_batching")
+    ],
+)
+def test_choices_change_with_no_schedule(name: str, schedule: str) -> None:
+    check_configuration(name, schedule, "preemption", DEVICES["pages"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", DEVICES)
 @pytest.mark.parametrize("schedule", STREAMING_BUILDERS)

@@ -424,6 +424,42 @@ def test_layers_with_an_indexer_read_what_they_choose_and_score_the_rest() -> No
     assert seconds(Op.KV, 5048) == pytest.approx(5 * 5047 * row / 10e9)  # all blocks move
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_chosen", "flop", "index_bytes", "copied"),
+    [
+        ({"model_type": "glm5_next_text", "index_kpool": 4}, 2051, 2 * 32 * 128 // 4, 64, 2051),
+        (
+            {"model_type": "minimax_m3_vl_text", "layer_types": ["minimax_m3_sparse"] * 60},
+            2048,
+            2 * 4 * 128,
+            256,
+            0,
+        ),
+        ({"model_type": "deepseek_v4"}, 2051, 2 * 64 * 128 // 4, 64, 0),
+    ],
+    ids=["pools", "blocks", "entries"],
+)
+def test_pools_blocks_and_entries_are_scored_by_their_keys(
+    fields: dict[str, object], num_chosen: int, flop: int, index_bytes: int, copied: int
+) -> None:
+    work = ModelWork.of(ModelSpec.from_config(fields), 2)
+    layer = next(each for each in work.layers if each.num_chosen is not None)
+    assert (layer.num_chosen, layer.index_pair_flop) == (num_chosen, flop)
+    assert layer.index_token_bytes == index_bytes
+    node = dataclasses.replace(NODE, host_flop_per_s=1e18, gpu_flop_per_s=1e18)  # bytes decide
+    shape = MicroBatchShape.decode(10, 5048, cpu_attention_fraction=1.0)
+    rates = StepCost(work, node, (shape,)).rates
+
+    def seconds(context: int) -> float:
+        share = MicroBatchShape.decode(10, context, cpu_attention_fraction=1.0).host
+        return rates.attention_s(Resource.CPU, share, layer)
+
+    rows = 2 * copied * layer.kv_token_bytes
+    unread = (8051 - num_chosen) * index_bytes
+    more = seconds(8051) - seconds(num_chosen)
+    assert more == pytest.approx(10 * (unread + rows) / 100e9)
+
+
 def on_cores(rows: int, share: float, pages: tuple[int, ...] = (), **node: object) -> StepCost:
     """A decode step of which cores compute this share of the experts, and the device the rest."""
     cost = cost_of(
