@@ -186,11 +186,11 @@ class Attention(OneForm):
             return self._project(normed_TH, angles, out)
         projected = self._project(normed_TH, angles, None)
         index_TX = self._indexer(normed_TH, angles)
-        heads = (self._spec.index_heads, self._spec.head_dim)
+        heads = (self._spec.index_heads, self._spec.value_dim)
         spare = math.prod(heads) - index_TX.shape[1]
-        index_TND = functional.pad(index_TX, (0, spare)).view(len(index_TX), *heads)
-        query_TND = torch.cat([projected.query_THD, index_TND], dim=1)
-        projected = projected._replace(query_THD=query_TND)
+        index_TNV = functional.pad(index_TX, (0, spare)).view(len(index_TX), *heads)
+        value_TNV = torch.cat([projected.value_TGV, index_TNV], dim=1)
+        projected = projected._replace(value_TGV=value_TNV)
         return projected if out is None else copied(projected, out)
 
     def _project(self, normed_TH: Tensor, angles: Angles, out: Projected | None) -> Projected:
@@ -227,20 +227,20 @@ class Attention(OneForm):
     def append(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> None:
         layout = grouped_layout(self._spec, cache.dtype)
         if isinstance(layout, IndexedLayout):
-            _, rows = self._without_index(projected)
+            projected, rows = self._without_index(projected)
             append_latent(rows.key_TI, layout.index_keys(cache), batch)
             cache = layout.attended_blocks(cache)
         append(projected.key_TGD, projected.value_TGV, cache, batch)
 
     def _without_index(self, projected: Projected) -> tuple[Projected, IndexRows]:
-        """Separate the index rows, which are behind the queries and have no weights."""
+        """Separate the index rows, which are behind the values and have no weights."""
         spec, indexer = self._spec, self._spec.blocks
         assert indexer is not None, "its layer has index rows"
-        query_THD, index_TND = projected.query_THD.tensor_split([spec.num_heads], dim=1)
-        index_TX = index_TND.flatten(1)[:, : indexer.width]
+        value_TGV, index_TNV = projected.value_TGV.tensor_split([spec.num_kv_heads], dim=1)
+        index_TX = index_TNV.flatten(1)[:, : indexer.width]
         key_TI, query_TX = index_TX.tensor_split([indexer.head_dim], dim=1)
         rows = IndexRows(key_TI, query_TX, query_TX[:, :0])
-        return projected._replace(query_THD=query_THD), rows
+        return projected._replace(value_TGV=value_TGV), rows
 
     def _attend_choosing(
         self, projected: Projected, cache: Tensor, batch: AttentionBatch, layout: IndexedLayout

@@ -396,10 +396,7 @@ class Decoder:
     def _staging_layer(self) -> LayerAttention | None:
         """The widest layer with KV alone, which prepares a batch for all of them."""
         with_kv = [
-            (
-                (spec.attention.token_shapes.value[1], spec.attention.token_shapes.query[0]),
-                layer.attention,
-            )
+            (spec.attention.token_shapes.value[::-1], layer.attention)
             for layer, spec in zip(self._layers, self.spec.layers, strict=True)
             if not isinstance(layer.attention, Recurrent | CompressedAttention)
         ]

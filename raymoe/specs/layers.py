@@ -27,7 +27,8 @@ class TokenShapes:
     query: tuple[int, int]  # heads and dimensions per head
     absorbed_query: tuple[int, int]
     key: tuple[int, int]  # cached heads and dimensions per head
-    # Zero dimensions if values are part of the keys; in latent attention what an indexer reads.
+    # Zero dimensions if values are part of the keys; in latent attention what an indexer reads,
+    # which is behind the values of other attention.
     value: tuple[int, int]
     output: int
     absorbed_output: int
@@ -137,8 +138,8 @@ class AttentionSpec:
 
     @property
     def index_heads(self) -> int:
-        """Heads of queries behind those of attention, which hold index keys and queries."""
-        return 0 if self.blocks is None else ceil(self.blocks.width / self.head_dim)
+        """Heads of values behind those of attention, which hold index keys and queries."""
+        return 0 if self.blocks is None else ceil(self.blocks.width / self.value_dim)
 
     @property
     def query_width(self) -> int:
@@ -187,16 +188,16 @@ class AttentionSpec:
     @property
     def working_width(self) -> int:
         """Elements per token that a host holds during attention: projected and rotated."""
-        return 2 * (self.query_width + self.index_heads * self.head_dim + self.cache_width)
+        return 2 * (self.query_width + self.index_heads * self.value_dim + self.cache_width)
 
     @property
     def token_shapes(self) -> TokenShapes:
-        query = (self.num_heads + self.index_heads, self.head_dim)
+        query = (self.num_heads, self.head_dim)
         return TokenShapes(
             query=query,
             absorbed_query=query,
             key=(self.num_kv_heads, self.head_dim),
-            value=(self.num_kv_heads, self.value_dim),
+            value=(self.num_kv_heads + self.index_heads, self.value_dim),
             output=self.output_width,
             absorbed_output=self.output_width,
         )
