@@ -403,8 +403,8 @@ def choose_entries(
         for begin in range(0, num_new, at_once):
             end = min(num_new, begin + at_once)
             token_Sq = group.token_SQ[:, begin:end]
-            query_SqX = rows.query_TX[token_Sq]
-            query_SqJI = query_SqX.unflatten(2, (num_heads, -1))
+            shape = (*token_Sq.shape, num_heads, keys_NEI.shape[2])
+            query_SqJI = rows.query_TX[token_Sq].view(shape)
             scores_SqC = index_scores(query_SqJI, rows.weight_TJ[token_Sq], keys_SCI)
             position_Sq = group.first_S[:, None] + torch.arange(begin, end, device=keys_NEI.device)
             out_TK[token_Sq] = _chosen_entries(scores_SqC, position_Sq, ratio, top_k)

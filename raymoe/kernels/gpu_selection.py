@@ -335,7 +335,8 @@ def choose_blocks_ragged(query_TX: Tensor, keys_NBI: Tensor, batch: BlockChoosin
         )
         query_lX = query_TX[batch.late_T[some]]
         block_scores_launch(query_lX, keys_NBI, batch, some, scores_lMJ).run()
-        scores_lJY = scores_lMJ.unflatten(1, (-1, parts)).amax(2).transpose(1, 2)
+        scores_lYPJ = scores_lMJ.view(len(scores_lMJ), width // parts, parts, indexer.num_heads)
+        scores_lJY = scores_lYPJ.amax(2).transpose(1, 2)
         own_l11 = (batch.positions_L[some] // indexer.block_tokens)[:, None, None]
         out_LJK[some] = chosen_blocks_of(
             scores_lJY, own_l11, indexer.top_k, indexer.num_local

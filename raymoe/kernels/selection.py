@@ -407,7 +407,7 @@ def attend_blocks(
         own, blocks_N1X = _of_kv_head(projected, head, num_kv_heads), cache[:, head : head + 1]
         width = own.query_THD.shape[1] * own.value_TGV.shape[2]
         out_TX = own.query_THD.new_empty(num_tokens, width)
-        for rows in (alone_T, *together_T.split(at_once)):
+        for rows in (alone_T, *torch.split(together_T, at_once)):
             if not len(rows):
                 continue
             table_tM, memory = table_TGM[rows, head], blocks_N1X
@@ -415,7 +415,9 @@ def attend_blocks(
                 memory = blocks_N1X[table_tM.flatten().long()]
                 table_tM = torch.arange(table_tM.numel(), dtype=torch.int32).view(len(rows), -1)
             out_TX[rows] = append_and_attend(
-                *(each[rows] for each in own),
+                own.query_THD[rows],
+                own.key_TGD[rows],
+                own.value_TGV[rows],
                 memory,
                 AttentionBatch(
                     query_start=torch.arange(len(rows) + 1, dtype=torch.int32),

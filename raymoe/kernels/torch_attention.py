@@ -296,7 +296,8 @@ def _blocks_mask(
     if num_positions <= spec.num_seen:
         return mask_SGQC
     query_SQX = query_TX[group.rows_SQ].float()
-    query_SGQI = query_SQX.unflatten(2, (spec.num_heads, -1)).transpose(1, 2)
+    shape = (*query_SQX.shape[:2], spec.num_heads, spec.head_dim)
+    query_SGQI = query_SQX.view(shape).transpose(1, 2)
     position_bytes = len(keys_SCI) * spec.num_heads * torch.float32.itemsize
     at_once = max(1, GATHERED_BYTES // (position_bytes * num_positions))
     for first in range(0, mask_SGQC.shape[2], at_once):
@@ -305,7 +306,8 @@ def _blocks_mask(
         scores_SGqC = scores_SGqC.masked_fill(~visible_S1QC[:, :, some], -torch.inf)
         spare = -num_positions % spec.block_tokens
         padded_SGqC = pad(scores_SGqC, (0, spare), value=-torch.inf)
-        scores_SGqY = padded_SGqC.unflatten(3, (-1, spec.block_tokens)).amax(4)
+        parts = torch.split(padded_SGqC, spec.block_tokens, dim=3)
+        scores_SGqY = torch.stack([part.amax(3) for part in parts], dim=3)
         own_S1q1 = (visible_S1QC[:, :, some].sum(3, keepdim=True) - 1) // spec.block_tokens
         chosen_SGqK = chosen_blocks_of(scores_SGqY, own_S1q1, spec.top_k, spec.num_local)
         is_chosen_SGqY = torch.zeros_like(scores_SGqY, dtype=torch.bool)
