@@ -196,6 +196,7 @@ class EngineCore:
         restart_length: int | None = None,
         has_states: bool = False,
         window: int | None = None,
+        num_past_tokens: int = 0,
         replanner: Replanner | None = None,
     ) -> None:
         self._replanner = replanner
@@ -207,6 +208,7 @@ class EngineCore:
             restart_length=restart_length,
             has_states=has_states,
             window=window,
+            num_past_tokens=num_past_tokens,
             num_slots=None if replanner is None else replanner.num_slots,
         )
         self._table = self.scheduler.table

@@ -248,6 +248,7 @@ class Engine:
             restart_length=parts.restart_length,
             has_states=parts.has_states,
             window=parts.window,
+            num_past_tokens=parts.num_past_tokens,
             replanner=replanner,
         )
         # Guards everything below; notified when rows come, slots get free, or the engine ends.

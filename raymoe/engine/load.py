@@ -50,7 +50,7 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile
-from raymoe.memory.weights import DummyWeights, WatchedWeights, Weights
+from raymoe.memory.weights import DummyWeights, WatchedWeights, Weights, WeightStore
 from raymoe.plan.plan import Plan
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
@@ -76,6 +76,7 @@ class EngineParts:
         window: Tokens that layers with a sliding window keep (`ModelSpec.cache_window`).
         prefix_salt: Differs between lengths of prompts that do not share KV although they begin
             the same: rotary embeddings may depend on the length.
+        num_past_tokens: As `ModelSpec.num_past_tokens`.
         restart_length: Length beyond which a row computes all its KV again.
         device_memory: What the next engine leaves free of a GPU; None without one.
     """
@@ -95,6 +96,7 @@ class EngineParts:
     prefix_salt: PrefixSalt = no_salt
     has_states: bool = False
     window: int | None = None
+    num_past_tokens: int = 0
     restart_length: int | None = None
     device_memory: DeviceMemory | None = None
 
@@ -155,6 +157,8 @@ def _load_parts(
         device_memory = _device_memory(spec)
     try:
         weights = open_weights(spec, directory, config)
+        if isinstance(weights, WeightStore):
+            spec = spec.with_table_dtype(weights.table_dtype())
         on_host = None
         if device != "cpu" and config.may_leave_gpu_idle:
             on_host = dataclasses.replace(config, device="cpu")
@@ -261,6 +265,7 @@ def _load_plan(
         restart_length=spec.restart_length,
         has_states=spec.has_states,
         window=spec.cache_window,
+        num_past_tokens=spec.num_past_tokens,
     )
 
 

@@ -189,6 +189,7 @@ class Scheduler:
         window: Tokens that layers with a window keep (`ModelSpec.cache_window`).
         restart_length: Rows that grow beyond so many tokens compute all their KV again, as if
             these were their prompts (`RopeSpec.restarts`).
+        num_past_tokens: As `ModelSpec.num_past_tokens`.
         num_slots: The most sequences of any policy to come; those of `policy` by default.
     """
 
@@ -201,12 +202,15 @@ class Scheduler:
         has_states: bool = False,
         window: int | None = None,
         restart_length: int | None = None,
+        num_past_tokens: int = 0,
         num_slots: int | None = None,
     ) -> None:
         self.policy = policy
         num_slots = num_slots or policy.max_num_seqs
         self.pool = BlockPool(policy.num_kv_blocks)
-        self.table = SequenceTable(num_slots, max_model_len, policy.num_kv_blocks)
+        self.table = SequenceTable(
+            num_slots, max_model_len, policy.num_kv_blocks, num_past_tokens=num_past_tokens
+        )
         self.forecast = LengthForecast()
         self.live: list[Sample | None] = [None] * num_slots
         self.admitted: list[Sample] = []  # by the latest step

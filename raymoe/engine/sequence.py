@@ -9,6 +9,7 @@ import numpy.typing as npt
 from raymoe._native import compiled
 from raymoe.engine.outputs import Int32s
 from raymoe.errors import ExecutionError
+from raymoe.kernels.ngrams import NO_TOKEN
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.runtime.batch import InputBatch, Sequences, blocks_of_tokens
 
@@ -68,9 +69,16 @@ class SequenceTable:
     The last known token may have no block yet: it is in `last_token` until a step computes it.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, num_blocks: int) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, num_blocks: int, *, num_past_tokens: int = 0
+    ) -> None:
+        """Make room for sequences.
+
+        Args:
+            num_past_tokens: As `ModelSpec.num_past_tokens`.
+        """
         max_blocks = min(blocks_of_tokens(max_model_len), num_blocks)
-        self.num_slots = num_slots
+        self.num_slots, self.num_past_tokens = num_slots, num_past_tokens
         self.is_live: Bools = np.zeros(num_slots, np.bool_)
         self.prompt_tokens: Int32s = np.zeros(num_slots, np.int32)
         self.rope_tokens: Int32s = np.zeros(num_slots, np.int32)
@@ -154,6 +162,16 @@ class SequenceTable:
         out[:-1] = self.token_blocks[blocks, position % BLOCK_TOKENS]
         out[-1] = self.last_token[slot]
         return out
+
+    def past_tokens(self, slots: Int64s) -> Int32s | None:
+        """The last tokens that each slot has computed; None where no layer reads them."""
+        if not self.num_past_tokens:
+            return None
+        places = np.arange(-self.num_past_tokens, 0)
+        positions = self.num_computed_tokens[slots][:, None] + places
+        blocks = self.block_table[slots[:, None], np.maximum(positions, 0) // BLOCK_TOKENS]
+        found = self.token_blocks[blocks, positions % BLOCK_TOKENS]
+        return np.where(positions < 0, NO_TOKEN, found).astype(np.int32)
 
     def generated(self, slot: int) -> Int32s:
         """Known tokens of a slot that are not the prompt's, copied."""
@@ -275,6 +293,7 @@ def assemble_step(
                 block_table=np.ascontiguousarray(table.block_table[slots, :num_columns]),
                 prompt_tokens=table.rope_tokens[slots],
                 slots=slots.astype(np.int32),
+                past_tokens=table.past_tokens(slots),
                 window_table=None if window_table is None else window_table(slots, num_columns),
             ),
             logit_rows=logit_rows[:num_rows],

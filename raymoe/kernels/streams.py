@@ -54,7 +54,7 @@ def stream_logits(
         return logits_TF
     if not isinstance(matrix, Tensor):
         matrix(hidden_TX, logits_TF)
-    for rows in _pieces(len(hidden_TX)):
+    for rows in row_pieces(len(hidden_TX)):
         wide_TX = hidden_TX[rows].float()
         if isinstance(matrix, Tensor):
             logits_TF[rows] = functional.linear(wide_TX, matrix.float())
@@ -72,7 +72,7 @@ def read_streams(hidden_TX: Tensor, logits_TF: Tensor, spec: StreamsSpec) -> Ten
         gpu_streams.read_streams(hidden_TX, logits_TF, out_TH, spec).run()
         return out_TH
     pre_TS1 = (logits_TF[:, : spec.count].sigmoid() + spec.eps)[..., None]
-    for rows in _pieces(len(hidden_TX)):
+    for rows in row_pieces(len(hidden_TX)):
         streams_TSH = _streams(hidden_TX[rows], spec.count)
         out_TH[rows] = (pre_TS1[rows] * streams_TSH.float()).sum(1).to(out_TH.dtype)
     return out_TH
@@ -93,7 +93,7 @@ def add_to_streams_(
     count, dtype = spec.count, hidden_TX.dtype
     post_TS1 = (2 * logits_TF[:, count : 2 * count].sigmoid()).to(dtype)[..., None]
     matrix_TSS = mixing_matrix(logits_TF, spec).to(dtype).float()
-    for rows in _pieces(len(hidden_TX)):
+    for rows in row_pieces(len(hidden_TX)):
         streams_TSH = _streams(hidden_TX[rows], count)
         mixed_TSH = torch.bmm(matrix_TSS[rows].transpose(1, 2), streams_TSH.float())
         sum_TSH = post_TS1[rows] * delta_TH[rows, None] + mixed_TSH.to(dtype)
@@ -117,5 +117,6 @@ def _streams(hidden_TX: Tensor, count: int) -> Tensor:
     return hidden_TX.reshape(num_tokens, count, size // count)
 
 
-def _pieces(num_rows: int) -> Iterator[slice]:
+def row_pieces(num_rows: int) -> Iterator[slice]:
+    """Rows of which float32 copies stay in the caches of cores."""
     return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))

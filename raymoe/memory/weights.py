@@ -14,7 +14,17 @@ from torch import Tensor
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight, check_values, is_in_order
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
-from raymoe.specs.layer_weights import EMBEDDING, TOKEN_EXPERTS, Shape
+from raymoe.specs.layer_weights import (
+    EMBEDDING,
+    NGRAM_MULTIPLIERS,
+    NGRAM_OFFSETS,
+    NGRAM_SCALE,
+    NGRAM_SIZES,
+    NGRAM_TABLE,
+    TOKEN_EXPERTS,
+    Shape,
+    layer_prefix,
+)
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import Piece, WeightFormat
@@ -25,7 +35,9 @@ from raymoe.units import ceil_div
 STORED_TENSORS = 8
 OTHER_TENSORS = 4096
 FLOATS = ("F16", "BF16", "F32")  # stored types of what is not quantised
-INTEGERS = ("I32", "I64")  # those of tables by token id
+INTEGERS = ("I32", "I64")  # those of tables by token id, and of hashes
+FP8 = "F8_E4M3"  # another one of tables of n-grams
+_HASHES = (NGRAM_MULTIPLIERS, NGRAM_SIZES, NGRAM_OFFSETS)
 
 
 logger = logging.getLogger(__name__)
@@ -73,8 +85,7 @@ class WeightStore:
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         for name, location in locations.items():
-            plain = INTEGERS if name.endswith(TOKEN_EXPERTS) else FLOATS
-            _check_types(checkpoint, location, plain)
+            _check_types(checkpoint, location, _plain_types(name))
         store = cls(checkpoint, locations)
         if spec.tie_word_embeddings:
             for head in head_names(spec):
@@ -90,8 +101,9 @@ class WeightStore:
         location = self._locations[name]
         if location.quantised is not None:
             return self._stored_matrix(location)
-        if location.zeros is not None:
-            return torch.zeros(location.zeros, dtype=self.dtype)
+        if location.constant is not None:
+            value, shape = location.constant
+            return torch.full(shape, value, dtype=self.dtype)
         tensor = self.checkpoint.tensor(location.name)
         if location.shape is not None:
             tensor = tensor.view(location.shape)
@@ -124,6 +136,15 @@ class WeightStore:
         if location.num_groups > 1:
             return matrix.rows_of_groups(*location.rows[:2], location.num_groups)
         return matrix.rows(*location.rows)
+
+    def table_dtype(self) -> str | None:
+        """The type of tables of n-grams; None if there are none, or they differ."""
+        found = {
+            TORCH_DTYPES[self.checkpoint.entry(location.name).dtype]
+            for name, location in self._locations.items()
+            if NGRAM_TABLE in name
+        }
+        return str(found.pop()).removeprefix("torch.") if len(found) == 1 else None
 
     def _describe(self, name: str) -> str:
         return f"{self.checkpoint.directory / self.checkpoint.entry(name).file}: tensor {name!r}"
@@ -189,6 +210,13 @@ def max_stored_tensors(spec: ModelSpec) -> int:
     return min(len(model_weights(spec)) * STORED_TENSORS + OTHER_TENSORS, MAX_TENSORS)
 
 
+def _plain_types(name: str) -> tuple[str, ...]:
+    """Stored types of a weight that is not quantised."""
+    if name.endswith((TOKEN_EXPERTS, *_HASHES)):
+        return INTEGERS
+    return (*FLOATS, FP8) if NGRAM_TABLE in name else FLOATS
+
+
 def _check_types(checkpoint: Checkpoint, location: Location, plain: tuple[str, ...]) -> None:
     pieces = location.pieces()
     for name in location.tensor_names():
@@ -206,7 +234,8 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
     plain = (location for location in locations if location.quantised is None)
     for name in {name for location in plain for name in location.tensor_names()}:
         entry = checkpoint.entry(name)
-        sizes[entry.dtype] += entry.num_bytes
+        if entry.dtype in FLOATS:
+            sizes[entry.dtype] += entry.num_bytes
     return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
@@ -271,6 +300,12 @@ class ShardedWeights:
         return matrix.columns(*ends)
 
 
+def table_dtype(spec: ModelSpec) -> torch.dtype | None:
+    """The type of tables of n-grams in memory; None if there are none."""
+    found = [layer.ngrams.dtype for layer in spec.layers if layer.ngrams is not None]
+    return getattr(torch, found[0]) if found else None
+
+
 NUM_VALUES = (1 << 24) - 3  # odd, so that rows of matrices do not repeat
 STANDARD_DEVIATION = 0.02
 # With these scales, decoded codes are as small as the other weights.
@@ -291,6 +326,15 @@ class DummyWeights:
         self._spec = spec
         self._shapes = model_weights(spec)
         self._are_views = are_views
+        self._hashes = {
+            layer_prefix(i) + name: torch.tensor(values)
+            for i, layer in enumerate(spec.layers)
+            if (ngrams := layer.ngrams) is not None
+            for name, values in zip(
+                _HASHES, (ngrams.multipliers, ngrams.sizes, ngrams.offsets), strict=True
+            )
+        }
+        self._table_dtype = table_dtype(spec)
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(NUM_VALUES, generator=generator)
         values = values.mul_(STANDARD_DEVIATION).to(dtype)
@@ -307,6 +351,12 @@ class DummyWeights:
         shape = self._shapes[name]
         if name.endswith(TOKEN_EXPERTS):  # the same few experts for all: they exist in every layer
             return torch.arange(shape[1]).expand(shape)
+        if (found := self._hashes.get(name)) is not None:
+            return found
+        if NGRAM_TABLE in name and self._table_dtype == torch.float8_e4m3fn:
+            return self._drawn(self._codes, name, shape).view(self._table_dtype)
+        if name.endswith(NGRAM_SCALE):
+            return torch.full(shape, SCALE, dtype=self.dtype)
         stored = self._spec.format_of(name, shape)
         if stored is not None:
             rows, columns = shape

@@ -33,6 +33,7 @@ from raymoe.model.attention import (
 from raymoe.model.compressed import CompressedAttention, compressed_layout, staged_batches
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
+from raymoe.model.ngrams import Ngrams
 from raymoe.model.norms import Norm, load_norm
 from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
@@ -146,7 +147,7 @@ class Layer:
             )
         else:
             self.attention = _attention(model, i, loader, reduce)
-        is_gated = isinstance(spec.attention, RecurrentSpec) or (
+        is_gated = (isinstance(spec.attention, RecurrentSpec) and spec.ngrams is None) or (
             isinstance(spec.attention, AttentionSpec | LatentAttentionSpec)
             and spec.attention.gate is not None
         )
@@ -156,8 +157,8 @@ class Layer:
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
         self.mixers: tuple[Mixer, Mixer] | None = None
-        if spec.streams is not None:
-            self.mixers = load_mixers(spec.streams, loader, prefix)
+        if spec.mixed_streams is not None:
+            self.mixers = load_mixers(spec.mixed_streams, loader, prefix)
         self.ffn: FeedForward | None = None
         if isinstance(spec.ffn, MoeSpec):
             self.ffn = MoE(model, spec.ffn, loader, prefix)
@@ -187,6 +188,9 @@ def _attention(
     model: ModelSpec, i: int, loader: Loader, reduce: Reduce
 ) -> LayerAttention | Recurrent:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
+    if isinstance(spec, RecurrentSpec) and spec.ngrams is not None:
+        num_streams = model.residual_size // model.hidden_size
+        return Ngrams(spec, loader, layer_prefix(i), num_streams=num_streams)
     if isinstance(spec, RecurrentSpec):
         return load_recurrent(spec, loader, layer_prefix(i) + RECURRENT)
     rope = model.layers[i].rope
@@ -244,7 +248,9 @@ class Decoder:
             self._layers.append(Layer(spec, i, loader, reduce, rotaries=rotaries))
             release([layer_prefix(i) + name for name in layer_weights(layer, spec.hidden_size)])
         self._merge = load_merge(spec.streams, loader)
-        self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
+        self._final_norm = None
+        if FINAL_NORM in spec.outer_weights():
+            self._final_norm = load_norm(spec, loader, FINAL_NORM.removesuffix(".weight"))
         head_bias = HEAD_BIAS if spec.has_head_bias else None
         self._head: Linear | None = None
         if spec.tie_word_embeddings:
@@ -296,11 +302,13 @@ class Decoder:
         positions_T: Tensor,
         prompt_tokens_T: Tensor | None = None,
         *,
+        ngrams_NTE: Tensor | None = None,
         out: Projected | None = None,
     ) -> Projected:
         """Compute norm, projection and rotation of layer `i`.
 
         Args:
+            ngrams_NTE: What `ngrams_of_tokens` has read of these tokens.
             positions_T: int32, position of each token in its sequence; `reserve` covers it.
             prompt_tokens_T: int32, prompt length of each token's sequence; needed if
                 `needs_prompt_tokens` (`model.rope` explains why).
@@ -309,7 +317,11 @@ class Decoder:
         layer = self._layers[i]
         rotary = self._rotary[i]
         angles = rotary.angles(positions_T, prompt_tokens_T)
-        input_TH = layer.attention_input(hidden_TH, layer.attention_factors(hidden_TH))
+        if isinstance(layer.attention, Ngrams):
+            assert ngrams_NTE is not None, "this layer reads them"
+            input_TH = layer.attention.gate(hidden_TH, ngrams_NTE[self._ngram_places[i]])
+        else:
+            input_TH = layer.attention_input(hidden_TH, layer.attention_factors(hidden_TH))
         projected = layer.attention.project(input_TH, angles, out)
         rotary.scale_queries_(projected.query_THD, positions_T)
         return projected
@@ -381,6 +393,12 @@ class Decoder:
         networks, count = [layer.ffn for layer in self.spec.layers], itertools.count()
         has_table = [isinstance(ffn, MoeSpec) and ffn.router.num_token_ids > 0 for ffn in networks]
         return [next(count) if exists else None for exists in has_table]
+
+    @cached_property
+    def _ngram_places(self) -> list[int]:
+        """Of each layer that reads n-grams, its place among those."""
+        reads = [layer.ngrams is not None for layer in self.spec.layers]
+        return [sum(reads[:i]) for i in range(len(reads))]
 
     def _staged_states(
         self, batch: AttentionBatch, device: torch.device
@@ -457,6 +475,21 @@ class Decoder:
         ]
         return torch.stack([table_VK[token_ids_T] for table_VK in tables]) if tables else None
 
+    def ngrams_of_tokens(
+        self, token_ids_T: Tensor, query_start: Tensor, past_SP: Tensor | None
+    ) -> Tensor | None:
+        """Read the embeddings of n-grams, [N, T, E] of N layers; on the host, once per step.
+
+        None if no layer reads them. Arguments are those of `kernels.ngrams.table_rows`.
+        """
+        layers = [layer.attention for layer in self._layers]
+        found = [
+            each.embed(token_ids_T, query_start, past_SP)
+            for each in layers
+            if isinstance(each, Ngrams)
+        ]
+        return torch.stack(found) if found else None
+
     def post(
         self,
         i: int,
@@ -491,7 +524,7 @@ class Decoder:
         elif layer.ffn_norm is None:
             hidden_TH.add_(delta_TH)
             normed_TH = input_TH if layer.is_parallel else hidden_TH
-            if normed_out is not None:
+            if normed_out is not None and layer.ffn is not None:
                 normed_TH = normed_out.copy_(normed_TH)
         else:
             normed_TH = layer.ffn_norm.after_adding_(hidden_TH, delta_TH, normed_out)
@@ -564,7 +597,8 @@ class Decoder:
 
     def final(self, hidden_TH: Tensor, rows_R: Tensor) -> Tensor:
         """Compute the final norm of the rows that need logits, [R, H]; `rows_R` is int64."""
-        return self._final_norm(merge(hidden_TH[rows_R], self.spec.streams, self._merge))
+        merged_RH = merge(hidden_TH[rows_R], self.spec.streams, self._merge)
+        return merged_RH if self._final_norm is None else self._final_norm(merged_RH)
 
     def logits(self, final_RH: Tensor) -> Tensor:
         """Return logits [R, V] of normed rows, in the type of the model.

@@ -38,6 +38,7 @@ from raymoe.kernels.cpu_linear import (
 )
 from raymoe.kernels.elementwise import triton_runs_on, weigh_norm
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
+from raymoe.kernels.ngrams import fill_table, table_view
 from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.layer_weights import (
     EMBEDDING,
@@ -46,10 +47,18 @@ from raymoe.specs.layer_weights import (
     LATENT_OUT,
     MERGE,
     MIXERS,
+    NGRAM_TABLE,
+    NGRAMS,
     RECURRENT,
     layer_prefix,
 )
-from raymoe.specs.layers import AnyAttentionSpec, CompressedAttentionSpec, projections_of
+from raymoe.specs.layers import (
+    AnyAttentionSpec,
+    CompressedAttentionSpec,
+    GatedStreamsSpec,
+    NgramSpec,
+    projections_of,
+)
 from raymoe.specs.model import (
     DenseSpec,
     LatentAttentionSpec,
@@ -182,8 +191,7 @@ class Loader:
         Raises:
             CheckpointError: A row holds other integers, or one of them twice.
         """
-        table_VK = self._stored_weight(name)
-        assert isinstance(table_VK, Tensor), "tables are never quantised"
+        table_VK = self.host_tensor(name)
         ordered_VK = table_VK.sort(dim=1).values
         is_repeated = bool((ordered_VK.diff(dim=1) == 0).any())
         if is_repeated or int(table_VK.min()) < 0 or int(table_VK.max()) >= num_values:
@@ -192,6 +200,17 @@ class Loader:
                 f"{num_values}; the file is damaged or of another model"
             )
         return table_VK
+
+    def ngram_table(self, prefix: str, spec: NgramSpec) -> Tensor:
+        """Copy the table of n-grams of a layer to the arena, [R, D] in its own type."""
+        memory = self._allocate(spec.table_bytes)
+        return fill_table(memory, spec, lambda name: self._weights(prefix + name))
+
+    def host_tensor(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, on the host."""
+        found = self._stored_weight(name)
+        assert isinstance(found, Tensor), "such tensors are never quantised"
+        return found
 
     def _stored_weight(self, name: str) -> Weight:
         return self._weights(name)
@@ -287,6 +306,8 @@ class _ArenaPlan:
             total += self._linear([HEAD.removesuffix(".weight")], *spec.head_shape)
         elif spec.tie_word_embeddings and packed_linear_is_used(self._dtype):
             total += _aligned(packed_linear_bytes(*vocabulary))
+        if isinstance(spec.streams, GatedStreamsSpec):
+            total += self._gated_mixer(MERGE, ("down",))
         if f"{MERGE}.weight" in self._shapes:
             total += self._matrix([f"{MERGE}.weight"], *self._shapes[f"{MERGE}.weight"])
         for i, layer in enumerate(spec.layers):
@@ -297,9 +318,14 @@ class _ArenaPlan:
         hidden_size, ffn = self._spec.hidden_size, layer.ffn
         is_recurrent = isinstance(layer.attention, RecurrentSpec)
         module = RECURRENT if is_recurrent else "self_attn."
+        if layer.ngrams is not None:
+            return self._ngrams(prefix, layer.ngrams)
         total = self._attention(prefix + module, layer.attention)
         for name in MIXERS if layer.streams is not None else ():
-            total += self._linear([prefix + name], *self._shapes[f"{prefix}{name}.weight"])
+            if isinstance(layer.streams, GatedStreamsSpec):
+                total += self._gated_mixer(prefix + name, ("inject", "down"))
+            else:
+                total += self._linear([prefix + name], *self._shapes[f"{prefix}{name}.weight"])
         if isinstance(ffn, DenseSpec):
             return total + (self._network(f"{prefix}mlp.", ffn) if layer.has_network else 0)
         total += self._linear([f"{prefix}mlp.gate"], ffn.num_experts, hidden_size)
@@ -333,6 +359,17 @@ class _ArenaPlan:
         qkv = [f"{prefix}{part}_proj" for part in attention.projections]
         width = sum(attention.projections.values())
         return total + self._linear(qkv, width, hidden_size)
+
+    def _gated_mixer(self, name: str, inputs: Sequence[str]) -> int:
+        names = [f"{name}.{part}" for part in inputs]
+        outputs = sum(self._shapes[f"{each}.weight"][0] for each in names)
+        down = self._linear(names, outputs, self._shapes[f"{names[0]}.weight"][1])
+        return down + self._linear([f"{name}.up"], *self._shapes[f"{name}.up.weight"])
+
+    def _ngrams(self, prefix: str, ngrams: NgramSpec) -> int:
+        names = [f"{prefix}{NGRAMS}{part}_proj" for part in "kv"]
+        outputs = sum(self._shapes[f"{name}.weight"][0] for name in names)
+        return self._linear(names, outputs, ngrams.width) + _aligned(ngrams.table_bytes)
 
     def _recurrent(self, prefix: str, attention: RecurrentSpec) -> int:
         hidden_size, output = self._spec.hidden_size, attention.output_width
@@ -580,6 +617,11 @@ class PagedLoader(Loader):
 
     def _stored_weight(self, name: str) -> Weight:
         return self._stored(name)
+
+    def ngram_table(self, prefix: str, spec: NgramSpec) -> Tensor:
+        memory = self._view(prefix + NGRAM_TABLE)
+        assert isinstance(memory, Tensor), "bytes"
+        return table_view(memory, spec)
 
     def score_vector(self, name: str, *, is_on_host: bool = False) -> Tensor:
         device = "cpu" if is_on_host else self.device

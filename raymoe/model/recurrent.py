@@ -165,7 +165,8 @@ class Recurrent(OneForm):
             if spec.kind == "kimi_delta":  # rounds the gated value alone
                 read_XV, norm_X = read_XV.float(), norm_X.float()
             read_TX = rms_norm(read_XV, norm_X, spec.norm_eps).view_as(attention_TX)
-        gate_TX = _GATES[spec.kind](self._gate_of(normed_TH))
+        gate = torch.sigmoid if spec.has_sigmoid_gate else _GATES[spec.kind]
+        gate_TX = gate(self._gate_of(normed_TH))
         return self._output((read_TX * gate_TX).to(attention_TX.dtype))
 
     def _gate_of(self, normed_TH: Tensor) -> Tensor:

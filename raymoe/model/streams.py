@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.streams import MixerWeights, add_to_streams_, read_streams, stream_logits
+from raymoe.model.gated_streams import GatedMixer
 from raymoe.model.loading import Loader
 from raymoe.specs.layer_weights import ATTENTION_MIXER, FFN_MIXER, MERGE
-from raymoe.specs.layers import StreamsSpec
+from raymoe.specs.layers import AnyStreamsSpec, GatedStreamsSpec, StreamsSpec
 
 
 class Mixer(Protocol):
@@ -52,21 +53,29 @@ class HyperConnection:
         add_to_streams_(hidden_TX, delta_TH, factors_TF, self._spec)
 
 
-def load_mixers(spec: StreamsSpec, loader: Loader, prefix: str) -> tuple[Mixer, Mixer]:
+def load_mixers(spec: AnyStreamsSpec, loader: Loader, prefix: str) -> tuple[Mixer, Mixer]:
     """Those of attention and of the feed-forward network of a layer."""
-    attention, ffn = (
-        HyperConnection(spec, loader, prefix + name) for name in (ATTENTION_MIXER, FFN_MIXER)
+    return (
+        _load_mixer(spec, loader, prefix + ATTENTION_MIXER),
+        _load_mixer(spec, loader, prefix + FFN_MIXER),
     )
-    return attention, ffn
 
 
-def spread(embedded_TH: Tensor, spec: StreamsSpec | None) -> Tensor:
+def _load_mixer(spec: AnyStreamsSpec, loader: Loader, name: str) -> Mixer:
+    if isinstance(spec, GatedStreamsSpec):
+        return GatedMixer(spec, loader, name)
+    return HyperConnection(spec, loader, name)
+
+
+def spread(embedded_TH: Tensor, spec: AnyStreamsSpec | None) -> Tensor:
     """Return the hidden state before the first layer."""
     return embedded_TH if spec is None else embedded_TH.repeat(1, spec.count)
 
 
-def load_merge(spec: StreamsSpec | None, loader: Loader) -> MixerWeights | None:
+def load_merge(spec: AnyStreamsSpec | None, loader: Loader) -> MixerWeights | GatedMixer | None:
     """The weights of the sum that the final norm reads; None where it reads a mean."""
+    if isinstance(spec, GatedStreamsSpec):
+        return GatedMixer(spec, loader, MERGE, is_last=True)
     if spec is None or spec.merge == "mean":
         return None
     scale_F = loader.score_vector(f"{MERGE}.scale").expand(spec.count)
@@ -75,10 +84,15 @@ def load_merge(spec: StreamsSpec | None, loader: Loader) -> MixerWeights | None:
     )
 
 
-def merge(hidden_TX: Tensor, spec: StreamsSpec | None, weights: MixerWeights | None) -> Tensor:
-    """Return the mean or the weighted sum of the streams, which the final norm reads, [T, H]."""
+def merge(
+    hidden_TX: Tensor, spec: AnyStreamsSpec | None, weights: MixerWeights | GatedMixer | None
+) -> Tensor:
+    """Return what becomes of the streams after the last layer, [T, H]."""
     if spec is None:
         return hidden_TX
+    if isinstance(weights, GatedMixer):
+        return weights.read(hidden_TX, weights.factors(hidden_TX))
+    assert isinstance(spec, StreamsSpec), "the others have such a mixer"
     num_tokens, size = hidden_TX.shape
     if weights is not None:
         logits_TS = hidden_TX.new_empty(num_tokens, spec.count, dtype=torch.float32)

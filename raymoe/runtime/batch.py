@@ -30,6 +30,8 @@ class Sequences:
         prompt_tokens: [S], length for which each prompt is rotated: its own, or that at which the
             row started again.
         slots: [S], where each sequence has its state; None where no layer keeps one.
+        past_tokens: [S, P], the last tokens of each before those of the step, the oldest first, and
+            `NO_TOKEN` before its beginning; None where no layer reads them.
         window_table: [S, M], blocks of each sequence in layers with a sliding window, for the same
             tokens; those behind the window repeat its first. None where they are the same blocks.
     """
@@ -39,6 +41,7 @@ class Sequences:
     block_table: Int32s
     prompt_tokens: Int32s
     slots: Int32s | None = None
+    past_tokens: Int32s | None = None
     window_table: Int32s | None = None
 
     def __len__(self) -> int:
@@ -58,6 +61,7 @@ class Sequences:
             block_table=self.block_table[chosen],
             prompt_tokens=self.prompt_tokens[chosen],
             slots=None if self.slots is None else self.slots[chosen],
+            past_tokens=None if self.past_tokens is None else self.past_tokens[chosen],
             window_table=None if self.window_table is None else self.window_table[chosen],
         )
 
@@ -70,6 +74,7 @@ class Sequences:
             block_table=self.block_table[begin:end],
             prompt_tokens=self.prompt_tokens[begin:end],
             slots=None if self.slots is None else self.slots[begin:end],
+            past_tokens=None if self.past_tokens is None else self.past_tokens[begin:end],
             window_table=None if self.window_table is None else self.window_table[begin:end],
         )
 

@@ -14,7 +14,7 @@ from raymoe.memory.kv_cache import copy_states
 from raymoe.model.decoder import Decoder, Projected, StagedRows
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Bindings, Executor, Run
-from raymoe.runtime.inputs import StepInputs
+from raymoe.runtime.inputs import StepInputs, ngrams_of
 from raymoe.runtime.micro_batches import whole_batch
 from raymoe.runtime.runner import BeforeStep
 from raymoe.schedule.graph import Op, Schedule, Task
@@ -28,6 +28,7 @@ class InPlaceState:
         prompt_tokens_T: int32; None where the decoder does not need it.
         attention: The sequences; on a device as indices there.
         experts_NTK: Experts that token ids decide, of each such layer; None if there are none.
+        ngrams_NTE: Embeddings of n-grams, of each layer that reads them; None if none does.
         wanted_RH: The last hidden states of the rows whose logits are wanted, normed.
     """
 
@@ -37,6 +38,7 @@ class InPlaceState:
     logit_rows_R: Tensor
     attention: AttentionBatch | StagedRows
     experts_NTK: Tensor | None
+    ngrams_NTE: Tensor | None
     hidden_TH: Tensor | None = None
     projected: Projected | None = None
     attention_TX: Tensor | None = None
@@ -107,6 +109,7 @@ class InPlace:
             torch.from_numpy(batch.logit_rows),
             attention,
             decoder.experts_of_tokens(token_ids_T),
+            ngrams_of(decoder, batch),
         )
         if self._device.lanes:
             state = self._inputs.send(state)
@@ -123,7 +126,11 @@ class InPlace:
     def pre(self, task: Task, state: InPlaceState) -> None:
         assert state.hidden_TH is not None
         state.projected = self.decoder.pre(
-            task.layer, state.hidden_TH, state.positions_T, state.prompt_tokens_T
+            task.layer,
+            state.hidden_TH,
+            state.positions_T,
+            state.prompt_tokens_T,
+            ngrams_NTE=state.ngrams_NTE,
         )
 
     def attend(self, task: Task, state: InPlaceState) -> None:

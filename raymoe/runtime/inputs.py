@@ -6,9 +6,26 @@ import torch
 from torch import Tensor
 
 from raymoe.device.device import Device
+from raymoe.device.threads import torch_on_all_cores
 from raymoe.kernels.tensors import map_tensors
+from raymoe.model.decoder import Decoder
+from raymoe.runtime.batch import InputBatch
 
 T = TypeVar("T")
+
+
+def ngrams_of(decoder: Decoder, batch: InputBatch) -> Tensor | None:
+    """Embeddings of n-grams of a step, [N, T, E] of N layers; None if no layer reads them."""
+    if not decoder.spec.num_past_tokens:
+        return None
+    past = batch.sequences.past_tokens
+    with torch_on_all_cores():
+        return decoder.ngrams_of_tokens(
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.sequences.query_start),
+            None if past is None else torch.from_numpy(past),
+        )
+
 
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for arguments that are aligned less
 FIRST_BYTES = 1 << 20

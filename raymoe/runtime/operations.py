@@ -21,7 +21,7 @@ from raymoe.memory.weight_pages import WeightPages
 from raymoe.model.decoder import Decoder, Posted, StagedRows
 from raymoe.model.feed_forward import HostExperts
 from raymoe.runtime.executor import Bindings, OnDead
-from raymoe.runtime.inputs import StepInputs
+from raymoe.runtime.inputs import StepInputs, ngrams_of
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Buffer, Op, Task
 from raymoe.schedule.placement import LayerPlacement
@@ -41,6 +41,7 @@ class StreamedState:
     Attributes:
         prompt_tokens_T: int32; None where the decoder does not need it.
         experts_NTK: Experts that token ids decide, of each such layer; None if there are none.
+        ngrams_NTE: Embeddings of n-grams, of each layer that reads them; None if none does.
         logit_places_R: int64, tokens whose logits are wanted, in the order of the original step.
         host: Of each micro-batch, the sequences for which the host attends.
         device: Those for which the device does, with blocks of the host's cache.
@@ -55,6 +56,7 @@ class StreamedState:
     positions_T: Tensor
     prompt_tokens_T: Tensor | None
     experts_NTK: Tensor | None
+    ngrams_NTE: Tensor | None
     logit_places_R: Tensor
     host: Sequence[AttentionBatch]
     device: Sequence[AttentionBatch]
@@ -171,13 +173,16 @@ class StreamedMemory:
             for each in cut.micro_batches
         ]
         token_ids_T = torch.from_numpy(batch.token_ids)
-        positions_T, prompt_tokens_T, experts_NTK, logit_places_R, staged = self.inputs.send(
-            (
-                torch.from_numpy(batch.positions),
-                None if prompts is None else torch.from_numpy(prompts),
-                decoder.experts_of_tokens(token_ids_T),
-                torch.from_numpy(batch.logit_rows),
-                staged,
+        positions_T, prompt_tokens_T, experts_NTK, ngrams_NTE, logit_places_R, staged = (
+            self.inputs.send(
+                (
+                    torch.from_numpy(batch.positions),
+                    None if prompts is None else torch.from_numpy(prompts),
+                    decoder.experts_of_tokens(token_ids_T),
+                    ngrams_of(decoder, batch),
+                    torch.from_numpy(batch.logit_rows),
+                    staged,
+                )
             )
         )
         return StreamedState(
@@ -187,6 +192,7 @@ class StreamedMemory:
             positions_T=positions_T,
             prompt_tokens_T=prompt_tokens_T,
             experts_NTK=experts_NTK,
+            ngrams_NTE=ngrams_NTE,
             logit_places_R=logit_places_R,
             host=[each.host.to_tensors() for each in cut.micro_batches],
             device=[each.device.to_tensors() for each in cut.micro_batches],
@@ -215,6 +221,7 @@ class StreamedMemory:
         micro_batch, prompt_tokens_T = state.micro_batch(task), state.prompt_tokens_T
         if prompt_tokens_T is not None:
             prompt_tokens_T = prompt_tokens_T[micro_batch.rows]
+        ngrams_NTE = state.ngrams_NTE
         count, split = micro_batch.num_tokens, micro_batch.num_host_tokens
         into = self._on_device(task)
         is_split = split > 0 and not into.has_one_form
@@ -226,6 +233,7 @@ class StreamedMemory:
             self.device.hidden_TH[micro_batch.rows],
             state.positions_T[micro_batch.rows],
             prompt_tokens_T,
+            ngrams_NTE=None if ngrams_NTE is None else ngrams_NTE[:, micro_batch.rows],
             out=out,
         )
         if is_split:

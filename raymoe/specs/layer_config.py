@@ -13,6 +13,7 @@ from raymoe.specs.families.published import DENSE, SPARSE
 from raymoe.specs.families.rules import (
     ClampRule,
     Family,
+    GatedStreamsRule,
     MoeRule,
     RouterRule,
     SparseLayers,
@@ -22,9 +23,11 @@ from raymoe.specs.indexer_config import block_indexers, layer_indexers
 from raymoe.specs.layers import (
     KV_BLOCK_TOKENS,
     AnyAttentionSpec,
+    AnyStreamsSpec,
     AttentionSpec,
     ClampSpec,
     DenseSpec,
+    GatedStreamsSpec,
     IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -206,7 +209,7 @@ def parse_layers(
     blocks = block_indexers(fields, attention, num_layers)
     moe = _moe(fields)
     sparse = _checked_sparse_layers(fields, moe, num_layers)
-    dense, streams = None if all(sparse) else _dense(fields), _streams(fields)
+    dense, streams = None if all(sparse) else _dense(fields), parse_streams(fields)
     name, family = fields.family.layers_without_network, fields.family
     bare = frozenset() if name is None else fields.integers(name)
     layers = []
@@ -322,7 +325,14 @@ def _recurrent(fields: ConfigFields) -> RecurrentSpec | None:
         has_bias=fields.switch(rule.bias),
         latent_width=None if rule.latent_width is None else fields.positive(rule.latent_width),
         decay_bound=_decay_bound(fields, rule.decay_bound),
+        has_sigmoid_gate=_has_sigmoid_gate(fields, rule.gate),
     )
+
+
+def _has_sigmoid_gate(fields: ConfigFields, name: str | None) -> bool:
+    if name is None or not fields.get(name):
+        return False
+    return _choice(fields, name, {"sigmoid": True, "silu": False})
 
 
 def _decay_bound(fields: ConfigFields, name: str | None) -> float | None:
@@ -334,13 +344,19 @@ def _decay_bound(fields: ConfigFields, name: str | None) -> float | None:
     return float(value)
 
 
-def _streams(fields: ConfigFields) -> StreamsSpec | None:
+def parse_streams(fields: ConfigFields) -> AnyStreamsSpec | None:
     rule = fields.family.streams
     if rule is None:
         return None
     count = fields.positive(rule.count)
     if not 2 <= count <= MAX_STREAMS:
         raise UnsupportedModelError(f"{rule.count} is {count}; supported: 2 to {MAX_STREAMS}")
+    if isinstance(rule, GatedStreamsRule):
+        return GatedStreamsSpec(
+            count=count,
+            latent_width=fields.positive(rule.latent_width),
+            norm_eps=fields.number_or(fields.family.norm_eps),
+        )
     return StreamsSpec(
         count=count,
         eps=fields.number(rule.eps),

@@ -1,20 +1,22 @@
 """Canonical names and shapes of a layer's weights, and the parts that move as a whole."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from raymoe.specs.layers import (
     AnyAttentionSpec,
+    AnyStreamsSpec,
     AttentionSpec,
     CompressedAttentionSpec,
     DenseSpec,
+    GatedStreamsSpec,
     IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
     RecurrentSpec,
-    StreamsSpec,
     projections_of,
 )
 
@@ -34,6 +36,14 @@ OUTPUT_GATE = "self_attn.g_proj"
 KV_UP = "self_attn.kv_b_proj"
 INDEXER = "self_attn.indexer."
 RECURRENT = "linear_attn."
+NGRAMS = "ngrams."
+NGRAM_TABLE = "ngrams.table."  # its tensors, by their number
+MAX_TABLE_TENSORS = 512  # the default of transformers' class
+NGRAM_SCALE = "ngrams.table_scale"  # of all that the table holds
+# Integers of the hashes, which `NgramSpec` says as well.
+NGRAM_MULTIPLIERS, NGRAM_SIZES, NGRAM_OFFSETS = (
+    f"{NGRAMS}{name}" for name in ("multipliers", "sizes", "offsets")
+)
 # What attention and the feed-forward network read of several streams, and add to them.
 MIXERS = ATTENTION_MIXER, FFN_MIXER = "attention_mixer", "ffn_mixer"
 MERGE = "model.merge_mixer"  # what the final norm reads of several streams
@@ -42,6 +52,9 @@ LATENT_IN, LATENT_OUT = "mlp.latent_in_proj", "mlp.latent_out_proj"
 
 def layer_prefix(i: int) -> str:
     return f"model.layers.{i}."
+
+
+LAYER_NUMBER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def num_elements(weights: Iterable[tuple[str, Shape]]) -> int:
@@ -55,15 +68,18 @@ def outer_weights(
     head_rows: int,
     has_head_bias: bool,
     has_norm_bias: bool,
-    streams: StreamsSpec | None,
+    streams: AnyStreamsSpec | None,
 ) -> NamedShapes:
     """Names and shapes of the weights outside layers; a tied head has no rows of its own."""
-    if streams is not None and streams.merge == "weighted":
+    if isinstance(streams, GatedStreamsSpec):
+        yield from _gated_mixer(MERGE, streams, hidden_size)
+    elif streams is not None and streams.merge == "weighted":
         yield f"{MERGE}.weight", (streams.count, streams.count * hidden_size)
         yield f"{MERGE}.base", (streams.count,)
         yield f"{MERGE}.scale", (1,)
     yield EMBEDDING, (vocab_size, hidden_size)
-    yield FINAL_NORM, (hidden_size,)
+    if not isinstance(streams, GatedStreamsSpec):
+        yield FINAL_NORM, (hidden_size,)
     if has_norm_bias:
         yield FINAL_NORM_BIAS, (hidden_size,)
     if head_rows:
@@ -74,7 +90,7 @@ def outer_weights(
 
 def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
     weights = dict(attention_weights(layer, hidden_size)) | dict(common_weights(layer, hidden_size))
-    weights |= dict(token_tables(layer))
+    weights |= dict(token_tables(layer)) | dict(ngram_tables(layer))
     if isinstance(layer.ffn, MoeSpec):
         for expert in range(layer.ffn.num_experts):
             weights |= dict(expert_weights(layer.ffn, hidden_size, expert))
@@ -84,6 +100,7 @@ def layer_weights(layer: LayerSpec, hidden_size: int) -> dict[str, Shape]:
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> int:
     count = num_elements(attention_weights(layer, hidden_size))
     count += num_elements(common_weights(layer, hidden_size)) + num_elements(token_tables(layer))
+    count += num_elements(each for each in ngram_tables(layer) if each[0] != NGRAM_SCALE)
     if isinstance(layer.ffn, MoeSpec):
         count += layer.ffn.num_experts * expert_parameters(layer.ffn, hidden_size)
     return count
@@ -95,9 +112,9 @@ def expert_parameters(moe: MoeSpec, hidden_size: int) -> int:
 
 def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
     """Weights read around attention: norms, projections, router, projection to a latent."""
-    if layer.streams is not None:
+    if layer.mixed_streams is not None:
         for name in (ATTENTION_MIXER, FFN_MIXER):
-            yield from _mixer(name, layer.streams, hidden_size)
+            yield from _mixer(name, layer.mixed_streams, hidden_size)
     if layer.norms.before_attention:
         yield from _norm(INPUT_NORM, layer, hidden_size)
     yield from _attention(layer.attention, hidden_size)
@@ -114,6 +131,8 @@ def attention_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
 def _attention(attention: AnyAttentionSpec, hidden_size: int) -> NamedShapes:
     if isinstance(attention, AttentionSpec):
         return _grouped(attention, hidden_size)
+    if isinstance(attention, RecurrentSpec) and attention.ngrams is not None:
+        return _ngrams(attention, attention.ngrams.width, hidden_size)
     if isinstance(attention, RecurrentSpec):
         return _recurrent(attention, hidden_size)
     if isinstance(attention, CompressedAttentionSpec):
@@ -125,6 +144,19 @@ def token_tables(layer: LayerSpec) -> NamedShapes:
     """Tables of integers by token id, which the host reads."""
     if isinstance(layer.ffn, MoeSpec) and layer.ffn.router.num_token_ids:
         yield TOKEN_EXPERTS, (layer.ffn.router.num_token_ids, layer.ffn.top_k)
+
+
+def ngram_tables(layer: LayerSpec) -> NamedShapes:
+    """The table of embeddings of n-grams, and integers of its hashes, which the host reads."""
+    ngrams = layer.ngrams
+    if ngrams is None:
+        return
+    for number, rows in enumerate(ngrams.tensor_rows):
+        yield f"{NGRAM_TABLE}{number}", (rows, ngrams.row_width)
+    yield NGRAM_SCALE, (1,)
+    yield NGRAM_MULTIPLIERS, (len(ngrams.multipliers),)
+    yield NGRAM_SIZES, (len(ngrams.sizes),)
+    yield NGRAM_OFFSETS, (len(ngrams.sizes),)
 
 
 def common_weights(layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -155,10 +187,22 @@ def expert_weights(moe: MoeSpec, hidden_size: int, expert: int = 0) -> NamedShap
     yield from _network(f"{EXPERTS}{expert}.", network, moe.input_size(hidden_size))
 
 
-def _mixer(name: str, streams: StreamsSpec, hidden_size: int) -> NamedShapes:
+def _mixer(name: str, streams: AnyStreamsSpec, hidden_size: int) -> NamedShapes:
+    if isinstance(streams, GatedStreamsSpec):
+        # The first two are one matrix: their places are neighbours.
+        yield f"{name}.inject.weight", (streams.count, streams.count * hidden_size)
+        yield from _gated_mixer(name, streams, hidden_size)
+        return
     yield f"{name}.weight", (streams.num_factors, streams.count * hidden_size)
     yield f"{name}.base", (streams.num_factors,)
     yield f"{name}.scale", (streams.num_scales,)
+
+
+def _gated_mixer(name: str, streams: GatedStreamsSpec, hidden_size: int) -> NamedShapes:
+    width = streams.count * hidden_size
+    yield f"{name}.down.weight", (streams.latent_width, width)
+    yield f"{name}.up.weight", (width, streams.latent_width)
+    yield f"{name}.norm.weight", (width,)
 
 
 def _norm(name: str, layer: LayerSpec, hidden_size: int) -> NamedShapes:
@@ -282,6 +326,16 @@ def _recurrent(attention: RecurrentSpec, hidden_size: int) -> NamedShapes:
         yield f"{RECURRENT}D", (attention.num_heads,)
     output = (hidden_size, attention.output_width)
     yield from _linear(f"{RECURRENT}o_proj", output, has_bias=has_bias)
+
+
+def _ngrams(attention: RecurrentSpec, inputs: int, hidden_size: int) -> NamedShapes:
+    width = attention.conv_channels
+    yield f"{NGRAMS}k_proj.weight", (width, inputs)
+    yield f"{NGRAMS}v_proj.weight", (hidden_size, inputs)
+    for name in ("k_norm", "q_norm", "conv_norm"):
+        yield f"{NGRAMS}{name}.weight", (width,)
+    taps = (attention.conv_width - 1) // attention.conv_dilation + 1
+    yield f"{NGRAMS}conv.weight", (width, 1, taps)
 
 
 def _router(moe: MoeSpec, hidden_size: int) -> NamedShapes:

@@ -354,7 +354,55 @@ class LatentAttentionSpec:
         )
 
 
-RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramSpec:
+    """Embeddings of n-grams of token ids, which the host reads from a table.
+
+    An n-gram that ends at a token has its own token and the `n - 1` before it. The products of its
+    ids and `multipliers`, combined by exclusive or, become a row in the part of the table of each of
+    its hashes, modulo the rows of that part. Parts of pairs come first, then those of triples.
+    Tokens before the last `separator` and before the beginning of a sequence count as separators.
+
+    Source: Engram (arXiv 2601.07372), section 2.2.
+    """
+
+    multipliers: tuple[int, ...]  # of a token's own id, of that before it, and so on
+    sizes: tuple[int, ...]  # rows of the part of each hash
+    num_rows: int  # of the table, with some at its end that nothing reads
+    row_width: int
+    num_tensors: int  # in which a checkpoint holds the table
+    separator: int
+    dtype: str  # of the table in a checkpoint and in memory; one of TABLE_BYTES
+
+    @property
+    def num_past(self) -> int:
+        """Tokens before a token that decide its rows."""
+        return len(self.multipliers) - 1
+
+    @property
+    def width(self) -> int:
+        """Elements of all rows of a token."""
+        return len(self.sizes) * self.row_width
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the part of each hash begins."""
+        return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
+
+    @property
+    def tensor_rows(self) -> tuple[int, ...]:
+        """Rows of each tensor of the table."""
+        rows = ceil(self.num_rows / self.num_tensors)
+        begins = range(0, self.num_rows, rows)
+        return tuple(min(rows, self.num_rows - begin) for begin in begins)
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_rows * self.row_width * TABLE_BYTES[self.dtype]
+
+
+TABLE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv", "ngrams"]
 STATE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}  # of an element, by type
 
 
@@ -373,6 +421,9 @@ class RecurrentSpec:
 
     Kimi Delta Attention has a decay for each dimension of a key, where the others have one for each
     head. Its decay and its gate come from latents of their own, or from the hidden state.
+
+    Embeddings of n-grams are gated by the streams of the hidden state, convolved, and added to
+    these: values are as wide as all streams.
 
     Sources: Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba-2 (arXiv
     2405.21060).
@@ -393,11 +444,14 @@ class RecurrentSpec:
     # by a softplus.
     decay_bound: float | None = None
     state_dtype: str = "float32"  # of the matrices in memory; one of STATE_BYTES
+    has_sigmoid_gate: bool = False  # whether the gate of gated delta is a sigmoid, not a silu
+    conv_dilation: int = 1  # the convolution reads every so many tokens of its width
+    ngrams: NgramSpec | None = None
 
     @property
     def has_matrices(self) -> bool:
         """Whether there is a state besides the last inputs of the convolution."""
-        return self.kind != "short_conv"
+        return self.key_dim > 0
 
     @property
     def projections(self) -> dict[str, int]:
@@ -652,16 +706,19 @@ AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | StatefulSpec
 
 __all__ = [
     "AnyAttentionSpec",
+    "AnyStreamsSpec",
     "AttentionSpec",
     "BlockIndexerSpec",
     "ClampSpec",
     "CompressedAttentionSpec",
     "DenseSpec",
     "EntryIndexerSpec",
+    "GatedStreamsSpec",
     "GroupScore",
     "LatentAttentionSpec",
     "LayerSpec",
     "MoeSpec",
+    "NgramSpec",
     "NormKind",
     "NormLayout",
     "OutputGate",
@@ -862,6 +919,39 @@ class StreamsSpec:
         """Factors of the logits of `pre`, `post` and the matrix."""
         return 3
 
+    @property
+    def working_width(self) -> int:
+        """Elements of a token that mixing allocates."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedStreamsSpec:
+    """A hidden state of several streams that are read by gates of each channel.
+
+    Each stream has an RMS norm with its own weight. A block reads the mean of the normed streams,
+    each times a sigmoid from a latent of all of them, and needs no other norm. Its result is added
+    to each stream, times a factor of that stream; the streams are not mixed. What is read after the
+    last layer goes to the head as it is.
+    """
+
+    count: int
+    latent_width: int
+    norm_eps: float
+
+    @property
+    def num_factors(self) -> int:
+        """Logits of the streams that a block's result is added to, then the latent."""
+        return self.count + self.latent_width
+
+    @property
+    def working_width(self) -> int:
+        """Elements of a token that mixing allocates: normed streams and gates, in hidden sizes."""
+        return 2 * self.count
+
+
+AnyStreamsSpec = StreamsSpec | GatedStreamsSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -875,7 +965,16 @@ class LayerSpec:
     is_parallel: bool = False
     has_norm_bias: bool = False
     has_scalar: bool = False  # whether a learned number multiplies the hidden state at the end
-    streams: StreamsSpec | None = None  # None: the hidden state is one stream
+    streams: AnyStreamsSpec | None = None  # None: the hidden state is one stream
+
+    @property
+    def mixed_streams(self) -> AnyStreamsSpec | None:
+        """The streams that blocks of the layer read mixed; None where there is one, or all."""
+        return None if self.ngrams is not None else self.streams
+
+    @property
+    def ngrams(self) -> NgramSpec | None:
+        return self.attention.ngrams if isinstance(self.attention, RecurrentSpec) else None
 
     @property
     def sliding_window(self) -> int | None:

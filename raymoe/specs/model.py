@@ -25,8 +25,11 @@ from raymoe.specs.layer_config import (
     parse_attention,
     parse_latent_attention,
     parse_layers,
+    parse_streams,
 )
 from raymoe.specs.layer_weights import (
+    LAYER_NUMBER,
+    NGRAM_TABLE,
     Shape,
     attention_weights,
     common_weights,
@@ -39,6 +42,7 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.layers import (
     AnyAttentionSpec,
+    AnyStreamsSpec,
     AttentionSpec,
     ClampSpec,
     CompressedAttentionSpec,
@@ -51,8 +55,8 @@ from raymoe.specs.layers import (
     RouterSpec,
     SharedSpec,
     StatefulSpec,
-    StreamsSpec,
 )
+from raymoe.specs.ngram_config import ngram_layers
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
 from raymoe.specs.weight_format import PLAIN_FORMATS, WeightFormat
@@ -145,7 +149,7 @@ class ModelSpec:
         return next((rope.restart_length for rope in self.ropes), None)
 
     @property
-    def streams(self) -> StreamsSpec | None:
+    def streams(self) -> AnyStreamsSpec | None:
         """Those of the hidden state, which all layers share; None if it is one."""
         return self.layers[0].streams
 
@@ -157,6 +161,18 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_past_tokens(self) -> int:
+        """Tokens before those of a step that decide what they read, besides KV and states."""
+        found = [layer.ngrams.num_past for layer in self.layers if layer.ngrams is not None]
+        return max(found, default=0)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of tables of n-grams, which the host keeps as they are stored."""
+        found = [layer.ngrams.table_bytes for layer in self.layers if layer.ngrams is not None]
+        return sum(found)
 
     @property
     def has_states(self) -> bool:
@@ -215,9 +231,11 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """Elements that one token uses: all but the experts that were not chosen."""
+        """Elements that one token uses: all but experts and n-grams that were not chosen."""
         idle = 0
         for layer in self.layers:
+            if layer.ngrams is not None:
+                idle += layer.ngrams.num_rows * layer.ngrams.row_width - layer.ngrams.width
             if isinstance(layer.ffn, MoeSpec):
                 num_idle = layer.ffn.num_experts - layer.ffn.top_k
                 idle += num_idle * expert_parameters(layer.ffn, self.hidden_size)
@@ -227,10 +245,13 @@ class ModelSpec:
     def stored_bytes(self) -> int:
         """Bytes of all weights in a checkpoint; bfloat16 if the configuration names no type."""
         plain = PLAIN_FORMATS[self.dtype or "bfloat16"]
-        return self.weight_bytes(plain.item_bytes)
+        return self.weight_bytes(plain.item_bytes) + self.table_bytes
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights: as stored if quantised, else `bytes_per_element` each."""
+        """Bytes of all weights: as stored if quantised, else `bytes_per_element` each.
+
+        Without `table_bytes`, of which a step reads a few rows.
+        """
         total = self.bytes_of(self.outer_weights().items(), bytes_per_element)
         for i, layer in enumerate(self.layers):
             total += self.bytes_of(attention_weights(layer, self.hidden_size), bytes_per_element, i)
@@ -255,9 +276,16 @@ class ModelSpec:
         return total
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
-        if self.quantization is None or len(shape) != 2:
+        if self.quantization is None or len(shape) != 2 or NGRAM_TABLE in name:
             return None
+        found = LAYER_NUMBER.search(name)
+        if found is not None and self.num_past_tokens:
+            name = f"{layer_prefix(self.stored_layer(int(found[1])))}{name[found.end() :]}"
         return self.quantization.format_of(name)
+
+    def stored_layer(self, i: int) -> int:
+        """The number of layer `i` in checkpoints, where layers of n-grams are part of the next."""
+        return i - sum(layer.ngrams is not None for layer in self.layers[:i])
 
     @property
     def head_shape(self) -> Shape:
@@ -289,6 +317,19 @@ class ModelSpec:
             for layer in self.layers
         )
         return replace(self, layers=layers)
+
+    def with_table_dtype(self, dtype: str | None) -> Self:
+        """This model with tables of n-grams of this type; None leaves them."""
+        if dtype is None or not self.num_past_tokens:
+            return self
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            if isinstance(attention, RecurrentSpec) and attention.ngrams is not None:
+                ngrams = replace(attention.ngrams, dtype=dtype)
+                layer = replace(layer, attention=replace(attention, ngrams=ngrams))  # noqa: PLW2901
+            layers.append(layer)
+        return replace(self, layers=tuple(layers))
 
     def within(self, max_model_len: int | None) -> Self:
         """This model for sequences of at most so many tokens: without indexers that choose all."""
@@ -347,6 +388,7 @@ class ModelSpec:
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
         layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
+        layers = _with_ngrams(fields, config, layers)
         hidden_size = fields.positive("hidden_size")
         embedding, residual, logits = _multipliers(fields, hidden_size)
         rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
@@ -389,6 +431,17 @@ class ModelSpec:
         """
         directory = Path(path)
         return cls.from_config(read_config(directory), name=_name(directory))
+
+
+def _with_ngrams(
+    fields: ConfigFields, config: Mapping[str, object], layers: tuple[LayerSpec, ...]
+) -> tuple[LayerSpec, ...]:
+    """All layers with those of n-grams, each before the one that a configuration counts it to."""
+    is_quantised = config.get("quantization_config") is not None
+    streams, dtype = parse_streams(fields), _dtype(config)
+    added = ngram_layers(fields, streams, is_quantised=is_quantised, dtype=dtype)
+    pairs = ((added.get(i), layer) for i, layer in enumerate(layers))
+    return tuple(layer for pair in pairs for layer in pair if layer is not None)
 
 
 def _within(layer: LayerSpec, length: int) -> LayerSpec:

@@ -54,7 +54,8 @@ class Location:
     # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
     # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
-    zeros: Shape | None = None  # its shape, if it is not stored because all of it is zero
+    # Its one value and its shape, if it is not stored because all of it is that.
+    constant: tuple[float, Shape] | None = None
 
     def pieces(self) -> dict[str, Piece]:
         """Stored tensors of a quantised weight by name; shapes are per expert."""
@@ -70,7 +71,7 @@ class Location:
         return {module + piece.suffix: piece for piece in _pieces(stored, shape)}
 
     def tensor_names(self) -> tuple[str, ...]:
-        if self.zeros is not None:
+        if self.constant is not None:
             return ()
         return tuple(self.pieces()) or (self.name,)
 
@@ -247,7 +248,7 @@ def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
         weights = layer_weights(layer, spec.hidden_size)
         last = number + (naming.numbers_networks and layer.has_network)
         prefixes = [naming.layers.format(layer=each) for each in (number, last)]
-        number = last + 1
+        number = last + (layer.ngrams is None)  # those are part of the next layer
         names = _LayerNames(naming, prefixes, weights, layer)
         for name, shape in weights.items():
             canonical = layer_prefix(i) + name
@@ -270,8 +271,10 @@ class _LayerNames:
     def place(self, name: str, quantised: WeightFormat | None) -> _Place:
         number = _EXPERT_NUMBER.search(name)
         general = name if number is None else _EXPERT_NUMBER.sub(EXPERT, name)
-        if general in self._naming.zeros:
-            return _Place(Location(general, zeros=self._weights[name]), {})
+        constants = {0.0: self._naming.zeros, 1.0: self._naming.ones}
+        for value, names in constants.items():
+            if general in names:
+                return _Place(Location(general, constant=(value, self._weights[name])), {})
         tensor = self._fused.get(general)
         if tensor is not None:
             expert = None if number is None else number[0]
@@ -288,8 +291,9 @@ class _LayerNames:
     def _in_fused(
         self, tensor: Fused, general: str, expert: str | None, quantised: WeightFormat | None
     ) -> _Place:
-        shapes = [self._weights[name.replace(EXPERT, expert or "")] for name in tensor.weights]
-        index, count = tensor.weights.index(general), len(tensor.weights)
+        names = [name.replace(EXPERT, expert or "") for name in tensor.weights]
+        shapes = [self._weights[name] for name in names if name in self._weights]
+        index, count = tensor.weights.index(general), len(shapes)
         begin, total = sum(shape[0] for shape in shapes[:index]), sum(shape[0] for shape in shapes)
         rows, num_groups = None, 1
         if tensor.groups is not None:

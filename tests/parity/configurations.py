@@ -76,6 +76,8 @@ FAMILY_CONFIGS = {
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "qwen3_5_moe": "Qwen3_5MoeConfig",
+    "qwen4_exp_text": "Qwen4ExpTextConfig",
+    "qwen4_exp": "Qwen4ExpConfig",
     "granitemoehybrid": "GraniteMoeHybridConfig",
     "nemotron_h": "NemotronHConfig",
     "lfm2_moe": "Lfm2MoeConfig",

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from raymoe.kernels.cpu_attention import AttentionBatch
+from raymoe.kernels.ngrams import NO_TOKEN
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.arena import HostArena
 from raymoe.memory.kv_cache import KvCache
@@ -21,6 +22,7 @@ def load_decoder(
     """The decoder of a checkpoint; its arena is exactly as large as the plan says."""
     spec = ModelSpec.from_directory(directory).with_state_dtype(state_dtype)
     store = WeightStore.open(spec, directory)
+    spec = spec.with_table_dtype(store.table_dtype())
     num_bytes = decoder_arena_bytes(spec, dtype, store)
     arena = HostArena(num_bytes)
     decoder = Decoder.load(spec, store, arena.allocate, dtype, release=store.drop_pages)
@@ -51,6 +53,7 @@ class Driver:
         """Logits [T, V] of tokens begin..end of each sequence; an empty range leaves it out."""
         active = [s for s, (begin, end) in enumerate(ranges) if end > begin]
         counts = [ranges[s][1] - ranges[s][0] for s in active]
+        num_past = self.decoder.spec.num_past_tokens
         tokens = [token for s in active for token in self.rows[s][slice(*ranges[s])]]
         positions = [p for s in active for p in range(*ranges[s])]
         prompt_tokens = [self.rope_tokens[s] for s in active]
@@ -61,20 +64,29 @@ class Driver:
             prompt_tokens=torch.tensor(prompt_tokens, dtype=torch.int32),
             slots=torch.tensor(active, dtype=torch.int32),
         )
+        past = [
+            [self.rows[s][p] if p >= 0 else NO_TOKEN for p in range(begin - num_past, begin)]
+            for s in active
+            for begin in [ranges[s][0]]
+        ]
         return self._forward(
             torch.tensor(tokens),
             torch.tensor(positions, dtype=torch.int32),
             torch.tensor(np.repeat(prompt_tokens, counts), dtype=torch.int32),
             batch,
+            torch.tensor(past).view(len(active), num_past),
         )
 
-    def _forward(self, tokens_T, positions_T, prompt_tokens_T, batch) -> torch.Tensor:
+    def _forward(self, tokens_T, positions_T, prompt_tokens_T, batch, past_SP) -> torch.Tensor:
         decoder = self.decoder
         decoder.reserve(int(batch.context_tokens.max()))
         hidden_TH = decoder.embed(tokens_T)
         experts_NTK = decoder.experts_of_tokens(tokens_T)
+        ngrams_NTE = decoder.ngrams_of_tokens(tokens_T, batch.query_start, past_SP)
         for i in range(decoder.spec.num_layers):
-            projected = decoder.pre(i, hidden_TH, positions_T, prompt_tokens_T)
+            projected = decoder.pre(
+                i, hidden_TH, positions_T, prompt_tokens_T, ngrams_NTE=ngrams_NTE
+            )
             attention_TX = decoder.attend(i, projected, self.cache.layer(i), batch)
             hidden_TH, normed_TH, routing, factors_TF = decoder.post(
                 i, hidden_TH, attention_TX, experts_NTK=experts_NTK

@@ -60,6 +60,8 @@ def randomise(model: PreTrainedModel) -> None:
         module, leaf = name.split(".")[-2:]
         if leaf.endswith("bias") or leaf.startswith("index_kpool_compress"):
             torch.nn.init.normal_(parameter.data, std=0.2)
+        elif name.endswith("ple.conv1d.weight"):
+            torch.nn.init.normal_(parameter.data, std=0.5)
         elif leaf in {"fn", "hc_fn"}:  # of several streams
             torch.nn.init.normal_(parameter.data, std=0.1)
         elif leaf in {"base", "hc_base", "sinks"}:

@@ -55,6 +55,73 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_NGRAMS = _DELTA | {
+    "hc_count": 3,
+    "hc_lowrank": 20,
+    "layer_types": [LINEAR, LINEAR, LINEAR, "indexed_attention"],
+    "output_gate_type": "sigmoid",
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "ngram_size": 3,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "eos_token_id": 7,
+}
+_NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two tables, the first before all layers, in uneven tensors": {
+        "ple_layer_ids": [3, 1],
+        "split_ngram_parts": 3,
+        "make_ngram_vocab_size_divisible_by": 1,
+    },
+    "pairs alone, convolution of 6, two streams, silu": {
+        "vocab_size": 61,
+        "ngram_size": 2,
+        "ple_conv_kernel_size": 6,
+        "hc_count": 2,
+        "output_gate_type": None,
+        "norm_topk_prob": False,
+    },
+    "n-grams of 4, convolution of 2, several ends, another seed": {
+        "vocab_size": 23,
+        "ngram_size": 4,
+        "heads_per_ngram": 2,
+        "ple_conv_kernel_size": 2,
+        "eos_token_id": [11, 3],
+        "seed": 5,
+    },
+    "wide embeddings, no attention last, tied, one KV head": {
+        "ple_embed_dim": 96,
+        "layer_types": [LINEAR, "indexed_attention", LINEAR, LINEAR],
+        "ple_layer_ids": [4],
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+    },
+    "no n-grams, an interval of 2, top-1": {
+        "ple_layer_ids": [],
+        "layer_types": None,
+        "full_attention_interval": 2,
+        "num_experts_per_tok": 1,
+    },
+    f"one table, four streams, {AS_PUBLISHED}": {
+        "hc_count": 4,
+        "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+        "split_ngram_parts": 8,
+        "mamba_ssm_dtype": "float32",
+        "mtp": {"num_hidden_layers": 1},
+        "mtp_num_hidden_layers": 1,
+        "dtype": "float32",
+    },
+}
+
 _DENSE_DELTA = {name: value for name, value in _DELTA.items() if "expert" not in name}
 _DENSE_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -451,6 +518,7 @@ STATE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3_5_moe_text": (_DELTA, _VARIANTS),
+    "qwen4_exp_text": (_NGRAMS, _NGRAM_VARIANTS),
     "nemotron_h": (
         _NEMOTRON,
         {

@@ -302,6 +302,7 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
     "qwen3_5_moe": _wrapped(*STATE_FAMILIES["qwen3_5_moe_text"], vision_config=_DEEP),
+    "qwen4_exp": _wrapped(*STATE_FAMILIES["qwen4_exp_text"], vision_config=_DEEP),
     "qwen3_omni_moe_thinker": _wrapped(
         _QWEN | {"norm_topk_prob": False},
         _QWEN_VARIANTS

@@ -10,8 +10,10 @@ from raymoe.specs.families.rules import (
     BlockIndexerRule,
     ClampRule,
     Family,
+    GatedStreamsRule,
     IndexerRule,
     MoeRule,
+    NgramRule,
     RecurrentRule,
     RouterRule,
     SharedRule,
@@ -59,6 +61,15 @@ _GATED_DELTA_EXPERTS = MoeRule(
     expert_hidden="moe_intermediate_size",
     shared=SharedRule(hidden="shared_expert_intermediate_size", is_gated=True),
 )
+_GATED_DELTA_STATES = RecurrentRule(
+    kind="gated_delta",
+    layer_type="linear_attention",
+    num_key_heads="linear_num_key_heads",
+    num_heads="linear_num_value_heads",
+    key_dim="linear_key_head_dim",
+    value_dim="linear_value_head_dim",
+    conv_width="linear_conv_kernel_dim",
+)
 _GATED_DELTA = Family(
     architecture="Qwen3NextForCausalLM",
     fixed={"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
@@ -71,15 +82,7 @@ _GATED_DELTA = Family(
     gate="sigmoid",
     gate_bias="attention_bias",
     has_layer_types=True,
-    recurrent=RecurrentRule(
-        kind="gated_delta",
-        layer_type="linear_attention",
-        num_key_heads="linear_num_key_heads",
-        num_heads="linear_num_value_heads",
-        key_dim="linear_key_head_dim",
-        value_dim="linear_value_head_dim",
-        conv_width="linear_conv_kernel_dim",
-    ),
+    recurrent=_GATED_DELTA_STATES,
     moe=dataclasses.replace(
         _GATED_DELTA_EXPERTS,
         router=RouterRule(renormalize="norm_topk_prob"),
@@ -140,6 +143,28 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
         rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
         moe=_GATED_DELTA_EXPERTS,
+    ),
+    "qwen4_exp_text": dataclasses.replace(
+        _GATED_DELTA,
+        architecture="Qwen4ExpForCausalLM",
+        # Fields of the indexer, which selects blocks of tokens in longer contexts, the type of the
+        # table, which the table itself says, and a number that the class computes.
+        ignored=_GATED_DELTA.ignored
+        | {"indexer_head_dim", "indexer_kv_heads", "indexer_n_heads", "mtp"}
+        | {"number_of_conv_states", "ple_embedding_dtype"},
+        fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
+        rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
+        norms=NormLayout(before_attention=False, before_ffn=False),
+        streams=GatedStreamsRule(),
+        ngrams=NgramRule(),
+        context_limit=("indexer_budget",),
+        selected_pool="indexer_compress_ratio",
+        full_layer_types=("full_attention", "indexed_attention"),
+        recurrent=dataclasses.replace(_GATED_DELTA_STATES, gate="output_gate_type"),
+        module_names=(("attention_mixer.", "attn_hyper_connection."), ("ngrams.", "ple.")),
+        moe=dataclasses.replace(
+            _GATED_DELTA_EXPERTS, router=RouterRule(renormalize="norm_topk_prob")
+        ),
     ),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",

@@ -660,6 +660,7 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "qwen3_5_moe_text": _gated_delta,
     "qwen3_5_text": _gated_delta,
     "qwen3_next": _gated_delta,
+    "qwen4_exp_text": _gated_delta,
     "sarvam_mla": _sarvam_mla,
     "smollm3": _smollm3,
     "step3p5": _step3p5,

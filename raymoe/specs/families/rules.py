@@ -165,6 +165,8 @@ class RecurrentRule:
     activation: FieldName = "hidden_act"  # of the convolution
     latent_width: FieldName | None = None
     decay_bound: FieldName | None = None  # null is none
+    # Field with the activation of the output's gate; null: that of the convolution.
+    gate: FieldName | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,29 @@ class StreamsRule:
     eps: FieldName = "hc_eps"
     sinkhorn_iterations: FieldName = "hc_sinkhorn_iters"
     merge: StreamMerge = "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedStreamsRule:
+    """The streams of a family's hidden state, as in `GatedStreamsSpec`."""
+
+    count: FieldName = "hc_count"
+    latent_width: FieldName = "hc_lowrank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramRule:
+    """The layers that add embeddings of n-grams, as in `NgramSpec`."""
+
+    layers: FieldName = "ple_layer_ids"  # list of the layers that follow them, counted from 1
+    width: FieldName = "ple_embed_dim"
+    conv_width: FieldName = "ple_conv_kernel_size"
+    longest: FieldName = "ngram_size"
+    hashes: FieldName = "heads_per_ngram"  # of n-grams of each length
+    rows: FieldName = "ngram_vocab_size_base"  # sizes are the primes from this on
+    multiple: FieldName = "make_ngram_vocab_size_divisible_by"  # that the table has as rows
+    seed: FieldName = "seed"
+    tensors: FieldName = "split_ngram_parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +314,8 @@ class Family:
     is_latent: bool = False  # whether attention is latent (MLA)
     # Epsilon of the norms of latents; None: that of most classes, which read no field for it.
     latent_norm_eps: FieldName | None = None
-    streams: StreamsRule | None = None  # None: the hidden state is one stream
+    streams: StreamsRule | GatedStreamsRule | None = None  # None: the hidden state is one stream
+    ngrams: NgramRule | None = None
     indexer: IndexerRule | None = None  # what selects positions in long contexts
     blocks: BlockIndexerRule | None = None  # what selects blocks of them
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache

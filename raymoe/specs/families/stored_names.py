@@ -18,6 +18,14 @@ from raymoe.specs.layer_weights import (
     INPUT_NORM,
     LATENT_IN,
     LATENT_OUT,
+    MAX_TABLE_TENSORS,
+    MERGE,
+    NGRAM_MULTIPLIERS,
+    NGRAM_OFFSETS,
+    NGRAM_SCALE,
+    NGRAM_SIZES,
+    NGRAM_TABLE,
+    NGRAMS,
     RECURRENT,
 )
 
@@ -29,7 +37,8 @@ class Fused:
     """A stored tensor that fuses weights or experts, or has another shape than its weight."""
 
     name: str  # stored name; without "{expert}" the tensor holds all experts, one after the other
-    weights: tuple[str, ...]  # canonical names of the weights whose rows it holds
+    # Canonical names of the weights whose rows it holds; a layer may lack the last of them.
+    weights: tuple[str, ...]
     is_interleaved: bool = False  # whether their rows alternate, instead of following one another
     is_transposed: bool = False  # whether matrices are stored [inputs, outputs]
     # Whether the first of two dimensions holds all experts, instead of a dimension of their own.
@@ -50,7 +59,9 @@ class Naming:
     # Whether the networks of layers are stored as layers of their own, with the next number.
     numbers_networks: bool = False
     unread: tuple[str, ...] = ()  # parts of the names of tensors that are stored but not used
-    zeros: tuple[str, ...] = ()  # canonical names of weights that are not stored: they are zero
+    # Canonical names of weights that are not stored: all of it is zero, or one.
+    zeros: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
 
     @property
     def root(self) -> str:
@@ -306,6 +317,71 @@ _QWEN3_NEXT = Naming(
             groups="num_key_heads",
         ),
     ),
+)
+
+_MIXER_PARTS = {
+    "norm": "hc_norm",
+    "down": "input_mix_weight_down",
+    "up": "input_mix_weight_up",
+    "inject": "block_inject_weight",
+}
+_MIXER_MODULES = {
+    "attention_mixer": "attn_hyper_connection",
+    "ffn_mixer": "mlp_hyper_connection",
+    MERGE: "model.hyper_connection_mixer",
+}
+_HASHES = "ple.ple_embedding."
+_QWEN4 = replace(
+    _QWEN3_5,
+    renamed={
+        **_DELTA,
+        **{
+            f"{ours}.{part}.": f"{theirs}.{stored}."
+            for ours, theirs in _MIXER_MODULES.items()
+            for part, stored in _MIXER_PARTS.items()
+        },
+        NGRAM_SCALE: f"{_HASHES}ngram_embedding.weight_scale",
+        NGRAM_MULTIPLIERS: f"{_HASHES}layer_multipliers",
+        NGRAM_SIZES: f"{_HASHES}ngram_heads_vocab_sizes",
+        NGRAM_OFFSETS: f"{_HASHES}ngram_heads_offsets",
+        **{
+            f"{NGRAMS}{part}.": f"ple.{stored}."
+            for part, stored in (
+                ("k_proj", "key_proj"),
+                ("v_proj", "value_proj"),
+                ("k_norm", "norm_key"),
+                ("q_norm", "norm_query"),
+                ("conv_norm", "norm_conv"),
+                ("conv", "conv1d"),
+            )
+        },
+    },
+    unread=(".self_attn.indexer.",),
+)
+_QWEN4_TENSORS = replace(
+    _QWEN4,
+    fused=(
+        *_QWEN4.fused,
+        *(
+            Fused(
+                name=f"{_HASHES}ngram_embedding.shard_{number}.weight",
+                weights=(f"{NGRAM_TABLE}{number}",),
+            )
+            for number in range(MAX_TABLE_TENSORS)
+        ),
+    ),
+)
+# As modules hold it.
+_QWEN4_TABLE = replace(
+    _QWEN4,
+    fused=(
+        *_QWEN4.fused,
+        Fused(
+            name=f"{_HASHES}ngram_embedding.weight",
+            weights=tuple(f"{NGRAM_TABLE}{number}" for number in range(MAX_TABLE_TENSORS)),
+        ),
+    ),
+    ones=(NGRAM_SCALE,),
 )
 
 _MAMBA_PARTS = ("g", "v", "k", "q", "a")
@@ -673,6 +749,7 @@ def _without_bias(naming: Naming) -> Naming:
 NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "qwen3_next": (_QWEN3_NEXT,),
     "qwen3_5_moe_text": (_QWEN3_5,),
+    "qwen4_exp_text": (_QWEN4_TENSORS, replace(_QWEN4_TENSORS, ones=(NGRAM_SCALE,)), _QWEN4_TABLE),
     "nemotron_h": (
         _nemotron("backbone"),
         _nemotron("model"),

@@ -87,6 +87,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
         architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
         texts=("qwen3_5_moe_text",),
     ),
+    "qwen4_exp": Wrapper(
+        architectures=("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
+        texts=("qwen4_exp_text",),
+    ),
     "glm5_next": Wrapper(
         architectures=("Glm5NextForConditionalGeneration",), texts=("glm5_next_text",)
     ),
