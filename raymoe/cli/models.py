@@ -227,6 +227,13 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
 
 
 def _attention(attention: AnyAttentionSpec) -> str:
+    if isinstance(attention, RecurrentSpec) and attention.ngrams is not None:
+        ngrams = attention.ngrams
+        return (
+            f"n-grams of up to {len(ngrams.multipliers)} tokens, {len(ngrams.sizes)} rows of "
+            f"{ngrams.num_rows:,}, table of {format_bytes(ngrams.table_bytes)} ({ngrams.dtype}), "
+            f"convolution of {attention.conv_width}"
+        )
     if isinstance(attention, RecurrentSpec):
         return (
             f"state ({attention.kind}), {attention.num_heads} heads of {attention.key_dim} x "

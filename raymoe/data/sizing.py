@@ -116,6 +116,7 @@ def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node:
         return 0
     spec = ModelSpec.from_directory(model_source)
     num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
+    num_bytes += spec.table_bytes
     return num_bytes * (actors_per_node - 1) // actors_per_node
 
 

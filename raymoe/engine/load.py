@@ -440,7 +440,8 @@ def _check_ranks(num_ranks: int, device: str) -> None:
 
 
 def _weight_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
-    arena_bytes = in_place_arena_bytes(spec, weights, dtype)
+    """Bytes of all weights but tables of n-grams, in the form that the cores' kernels read."""
+    arena_bytes = in_place_arena_bytes(spec, weights, dtype) - spec.table_bytes
     if packed_linear_is_used(dtype):
         return arena_bytes + spec.vocab_size * spec.hidden_size * dtype.itemsize
     return spec.weight_bytes(dtype.itemsize) + arena_bytes

@@ -50,7 +50,7 @@ from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resid
 from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, NGRAM_TABLE, layer_prefix
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
@@ -441,8 +441,9 @@ def _load_pages(model: RankModel, device: Device, *, is_pinned: bool = False) ->
         with device.memory_near():  # a file in shared memory gets its pages at once
             arena = model.make_arena(num_bytes, device)
         device.bind(arena.memory)
-        if is_pinned:
-            arena.pinning = device.start_pinning(arena.memory)
+        if is_pinned:  # but for tables, of which the device reads nothing
+            pages = arena.memory[: arena.num_bytes - model.spec.table_bytes]
+            arena.pinning = device.start_pinning(pages)
         return arena
 
     return WeightPages(
@@ -495,6 +496,8 @@ def _decoder(
         prefix = layer_prefix(i)
         for name in weights.names(i):
             views[prefix + name] = weights.device_weight(i, name, first_slot)
+        if (table := weights.table(i)) is not None:
+            views[prefix + NGRAM_TABLE] = table
     loader = PagedLoader(
         views.__getitem__, model.weights, model.dtype, device.torch_device, tiles=model.tiles
     )

@@ -1,8 +1,8 @@
 """Hidden states of several streams that are read by gates of each channel.
 
 T tokens, S streams, H hidden size, X = S H columns of all streams side by side, F factors of a
-token. On a GPU each function is one launch of `gpu_gated_streams`; all other tensors are computed by
-torch: the references. Sums are float32 and rounded once.
+token. On a GPU each function is one launch of `gpu_gated_streams`; torch computes all other
+tensors: the references. Sums are float32 and rounded once.
 """
 
 import torch

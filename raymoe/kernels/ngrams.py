@@ -1,4 +1,4 @@
-"""Embeddings of n-grams of token ids: which rows of a table they are, and reading them; on the host.
+"""Embeddings of n-grams of token ids: rows of a table, which the host finds and reads.
 
 T tokens of a step, S sequences, P tokens before a token that decide its rows, N hashes, R rows of
 the table, D elements of a row.

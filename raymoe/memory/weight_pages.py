@@ -22,11 +22,19 @@ from torch import Tensor
 from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight
 from raymoe.device.device import Pinning
 from raymoe.device.threads import torch_on_all_cores
+from raymoe.kernels.ngrams import fill_table
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import NUM_LAYER_SLOTS
-from raymoe.specs.layer_weights import PART_ALIGNMENT, Shape, WeightPart, layer_parts, layer_prefix
-from raymoe.specs.layers import DenseSpec, LayerSpec
+from raymoe.specs.layer_weights import (
+    PART_ALIGNMENT,
+    Shape,
+    WeightPart,
+    layer_parts,
+    layer_prefix,
+    ngram_tables,
+)
+from raymoe.specs.layers import DenseSpec, LayerSpec, NgramSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
 from raymoe.units import ceil_div
@@ -82,6 +90,8 @@ class WeightPages:
     ) -> None:
         """Copy layers to the host arena, if they are missing, and resident parts to the device.
 
+        Tables of n-grams come last in the arena, as they are stored.
+
         Args:
             weights: Canonical name -> weight as it is stored.
             dtype: Type that the kernels read; weights that are not quantised are converted to it.
@@ -91,13 +101,16 @@ class WeightPages:
             release: Called with the names of a layer once it is copied.
             make_arena: Bytes -> arena of the host's copy.
         """
-        self._dtype, self._layers = dtype, tuple(layers)
+        self._dtype, self._layers, self._spec = dtype, tuple(layers), spec
+        self._tables: dict[int, Tensor] = {}
         layouts = [_lay_out(spec, i, cut, dtype.itemsize) for i, cut in enumerate(layers)]
         self._weights = [weights for weights, _ in layouts]
         # Scales keep the type of the checkpoint.
         self._dtypes: list[dict[tuple[str, str], torch.dtype]] = [{} for _ in layers]
         streamed = [sum(cut.page_bytes) for cut in layers]
-        self._arena = make_arena(sum(map(aligned_bytes, streamed)))
+        ngrams = {i: layer.ngrams for i, layer in enumerate(spec.layers) if layer.ngrams}
+        tables = [each.table_bytes for each in ngrams.values()]
+        self._arena = make_arena(sum(map(aligned_bytes, streamed + tables)))
         self._host = [self._arena.allocate(num_bytes) for num_bytes in streamed]
         units = [cut.unit_bytes for cut in layers]
         self._unit_begins = [list(itertools.accumulate(each[:-1], initial=0)) for each in units]
@@ -115,7 +128,22 @@ class WeightPages:
                     self._copy(i, name, weights(layer_prefix(i) + name))
                 self._arena.pinning.filled(self._host[i])
                 release([layer_prefix(i) + name for name in names])
+            for i, table in ngrams.items():
+                self._fill_table(i, table, weights, release)
         self._arena.seal()
+
+    def _fill_table(
+        self,
+        layer: int,
+        ngrams: NgramSpec,
+        weights: GetWeight,
+        release: Callable[[list[str]], None],
+    ) -> None:
+        memory, prefix = self._arena.allocate(ngrams.table_bytes), layer_prefix(layer)
+        self._tables[layer] = memory
+        if not self._arena.is_filled:
+            fill_table(memory, ngrams, lambda name: weights(prefix + name))
+        release([prefix + name for name, _ in ngram_tables(self._spec.layers[layer])])
 
     def _copy(self, layer: int, name: str, weight: Weight) -> None:
         for place in self._weights[layer][name].places:
@@ -139,6 +167,10 @@ class WeightPages:
     def pinning(self) -> Pinning:
         """What page-locks the host's copy, since its first layer was filled."""
         return self._arena.pinning
+
+    def table(self, layer: int) -> Tensor | None:
+        """Bytes of the table of n-grams of a layer on the host; None if it has none."""
+        return self._tables.get(layer)
 
     def names(self, layer: int) -> tuple[str, ...]:
         """Return the weights of a layer, without its prefix, in memory order."""
@@ -197,7 +229,7 @@ class WeightPages:
         return unit, begins[unit]
 
     def close(self) -> None:
-        self._host, self._slots, self._resident = [], [], []
+        self._host, self._slots, self._resident, self._tables = [], [], [], {}
         self._arena.close()
 
 

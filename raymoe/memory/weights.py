@@ -351,12 +351,10 @@ class DummyWeights:
         shape = self._shapes[name]
         if name.endswith(TOKEN_EXPERTS):  # the same few experts for all: they exist in every layer
             return torch.arange(shape[1]).expand(shape)
-        if (found := self._hashes.get(name)) is not None:
-            return found
-        if NGRAM_TABLE in name and self._table_dtype == torch.float8_e4m3fn:
-            return self._drawn(self._codes, name, shape).view(self._table_dtype)
-        if name.endswith(NGRAM_SCALE):
-            return torch.full(shape, SCALE, dtype=self.dtype)
+        if name in self._hashes:
+            return self._hashes[name]
+        if NGRAM_TABLE in name or name.endswith(NGRAM_SCALE):
+            return self._table(name, shape)
         stored = self._spec.format_of(name, shape)
         if stored is not None:
             rows, columns = shape
@@ -367,6 +365,14 @@ class DummyWeights:
         # Larger embeddings, so that tokens differ by more than the layers add; otherwise all tokens
         # choose the same experts.
         return drawn / STANDARD_DEVIATION if name == EMBEDDING else drawn
+
+    def _table(self, name: str, shape: Shape) -> Tensor:
+        """A tensor of a table of n-grams, or the scale of all."""
+        has_codes = self._table_dtype == torch.float8_e4m3fn
+        if name.endswith(NGRAM_SCALE):
+            return torch.full(shape, SCALE if has_codes else 1.0, dtype=self.dtype)
+        drawn = self._drawn(self._codes if has_codes else self._values, name, shape)
+        return drawn.view(torch.float8_e4m3fn) if has_codes else drawn.to(self._table_dtype)
 
     def _drawn(self, values: Tensor, name: str, shape: Shape) -> Tensor:
         if self._are_views and prod(shape) <= len(values) - NUM_VALUES:

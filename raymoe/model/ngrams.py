@@ -52,7 +52,7 @@ class _Constants(NamedTuple):
 
 
 class Ngrams(Recurrent):
-    """One such layer. What it "attends" with are the gated embeddings, in `Projected` as queries."""
+    """One such layer. In `Projected`, queries are the gated embeddings of all streams."""
 
     def __init__(
         self, spec: RecurrentSpec, loader: Loader, prefix: str, *, num_streams: int
@@ -84,7 +84,8 @@ class Ngrams(Recurrent):
         logits_TS = logits_TS.abs().clamp_min(1e-6).sqrt() * logits_TS.sign()
         value_T1H = both_TY[:, None, width:].float()
         gated_TSH = logits_TS.sigmoid()[..., None] * value_T1H
-        return gated_TSH.flatten(1).to(hidden_TX.dtype)
+        gated_TX: Tensor = gated_TSH.flatten(1).to(hidden_TX.dtype)
+        return gated_TX
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         """Return the output of `gate` as it is."""
@@ -107,7 +108,8 @@ class Ngrams(Recurrent):
         mixed_TX = causal_conv(
             normed_TX, constants.conv_CW, None, past_NPC, batch, activation="silu"
         )
-        return mixed_TX.add_(gated_TX)
+        mixed_TX += gated_TX
+        return mixed_TX
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         """Return what is added to all streams."""

@@ -126,6 +126,7 @@ def device_bound(
     rows = [workload.lengths(row) for row in range(workload.num_rows)]
     tokens = sum(prompt + generated - 1 for prompt, generated in rows)
     memory = hardware.host_memory_bytes + hardware.gpu_memory_bytes - work.all_weight_bytes
+    memory -= work.table_bytes
     longest_row = max(_pairs(work, [row], _kv_bytes, 0) / row[1] for row in rows)
     longest_row += work.state_bytes
     held_bytes = _pairs(work, rows, _kv_bytes, 0)

@@ -502,12 +502,15 @@ class StepCost:
 
 
 def _embed_s(cost: StepCost, task: Task) -> float:
-    num_bytes = 2 * cost.micro_batch(task).tokens * cost.row_bytes(cost.work.residual_size)
-    return cost.rates.moved_s(task.resource, num_bytes)
+    """Embeddings of tokens and, from tables of n-grams, of these; both are read and written."""
+    tokens, work = cost.micro_batch(task).tokens, cost.work
+    num_bytes = tokens * (2 * cost.row_bytes(work.residual_size) + cost.row_bytes(work.ngram_width))
+    return cost.rates.moved_s(task.resource, num_bytes + tokens * work.ngram_bytes)
 
 
 def _up_s(cost: StepCost, task: Task) -> float:
-    num_bytes = cost.micro_batch(task).tokens * cost.row_bytes(cost.work.residual_size)
+    width = cost.work.residual_size + cost.work.ngram_width
+    num_bytes = cost.micro_batch(task).tokens * cost.row_bytes(width)
     return cost.rates.copy_s(task.resource, num_bytes)
 
 

@@ -36,6 +36,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, placement: Placement) ->
     if placement.states_on_device or (work.stages_states and placement.staged_blocks):
         intermediates += _state_intermediates(work, placement.micro_batch_tokens)
     intermediates += _selection_intermediates(work, tokens)
+    intermediates += placement.micro_batch_tokens * _mixed_bytes(work)
     head = _head_bytes(model, work)
     staged = STAGED_MICRO_BATCHES * placement.staged_blocks * _layer_block_bytes(work)
     if work.stages_states:
@@ -72,8 +73,9 @@ def host_footprint(
         weight_bytes: All weights in the form that the cores' kernels read, where they compute all.
     """
     runtime, logits = RUNTIME_BYTES, logit_bytes(model)
+    tables = (("tables of n-grams", model.table_bytes),) if model.table_bytes else ()
     if placement.is_resident:
-        return Footprint(memory="host memory", parts=(("runtime", runtime + logits),))
+        return Footprint(memory="host memory", parts=(*tables, ("runtime", runtime + logits)))
     policy = placement.policy
     num_cache_bytes = cache_bytes(work, policy)
     if placement.is_in_place:
@@ -88,6 +90,7 @@ def host_footprint(
         memory="host memory",
         parts=(
             ("weights", weight_bytes),
+            *tables,
             ("KV cache", num_cache_bytes),
             ("activations", activations),
             ("runtime", runtime),
@@ -98,7 +101,7 @@ def host_footprint(
 def _host_activations(work: ModelWork, placement: Placement) -> int:
     """Bytes of the host's buffers of a step that goes to a device and back."""
     element = work.bytes_per_element
-    of_token = work.residual_size * element
+    of_token = (work.residual_size + 2 * work.ngram_width) * element  # read, then sent
     if placement.has_host_experts:  # their input, routing and sums
         top_k = max(layer.top_k for layer in work.kinds)
         of_token += work.expert_input * (element + SUM_BYTES) + top_k * ROUTING_BYTES
@@ -118,7 +121,8 @@ def _host_token_bytes(model: ModelSpec, work: ModelWork) -> int:
         else:
             width += 2 * ffn.hidden
         widest = max(widest, width)
-    return work.bytes_per_element * (widest + 4 * hidden + work.residual_size)
+    width = widest + 4 * hidden + work.residual_size + work.ngram_width
+    return work.bytes_per_element * width + _mixed_bytes(work)
 
 
 def _embedding_bytes(model: ModelSpec, work: ModelWork) -> int:
@@ -162,9 +166,15 @@ def _layer_block_bytes(work: ModelWork) -> int:
     return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.kinds)
 
 
+def _mixed_bytes(work: ModelWork) -> int:
+    """Bytes of a token of what reading several streams allocates."""
+    return work.stream_working_size * work.bytes_per_element
+
+
 def _routed(work: ModelWork, tokens: int) -> int:
     top_k = max(layer.top_k for layer in work.kinds)
     elements = work.residual_size + work.hidden_size + work.has_latent_experts * work.expert_input
+    elements += work.ngram_width
     floats = 2 * top_k + work.stream_factors
     return tokens * (elements * work.bytes_per_element + floats * FLOAT_BYTES)
 

@@ -117,7 +117,7 @@ class Plan:
         """Weights of one rank, in host and device memory."""
         device = () if self.device_footprint is None else self.device_footprint.parts
         parts = (*self.footprint.parts, *device)
-        return sum(size for purpose, size in parts if purpose.startswith("weights"))
+        return sum(size for purpose, size in parts if purpose.startswith(("weights", "tables")))
 
     def step_times(
         self, workload: Workload | None = None, policy: Policy | None = None

@@ -35,6 +35,7 @@ from raymoe.specs.layer_weights import (
     num_elements,
 )
 from raymoe.specs.layers import (
+    TABLE_BYTES,
     AnyAttentionSpec,
     AttentionSpec,
     CompressedAttentionSpec,
@@ -253,6 +254,10 @@ class ModelWork:
     layers: tuple[LayerWork, ...]
     hidden_size: int
     residual_size: int  # elements of a token's hidden state between blocks, all streams together
+    stream_working_size: int  # elements of a token that mixing streams allocates
+    ngram_width: int  # elements of the embeddings of n-grams of a token, of all tables
+    table_bytes: int  # of tables of n-grams, which the host has
+    ngram_bytes: int  # of a token, which the host reads of tables
     stream_factors: int  # float32 numbers that a block with several streams keeps for a token
     head: Matrices
     bytes_per_element: int
@@ -265,15 +270,20 @@ class ModelWork:
         cls, model: ModelSpec, bytes_per_element: int, *, kv_element_bytes: int | None = None
     ) -> Self:
         kv_bytes = kv_element_bytes or bytes_per_element
-        shape = model.head_shape
+        shape, hidden, streams = model.head_shape, model.hidden_size, model.streams
+        tables = [layer.ngrams for layer in model.layers if layer.ngrams is not None]
         head = EMBEDDING if model.tie_word_embeddings else HEAD
         return cls(
             layers=tuple(
                 LayerWork.of(model, i, bytes_per_element, kv_bytes) for i in range(model.num_layers)
             ),
-            hidden_size=model.hidden_size,
+            hidden_size=hidden,
             residual_size=model.residual_size,
-            stream_factors=0 if model.streams is None else model.streams.num_factors,
+            stream_working_size=0 if streams is None else streams.working_width * hidden,
+            ngram_width=sum(each.width for each in tables),
+            table_bytes=model.table_bytes,
+            ngram_bytes=sum(each.width * TABLE_BYTES[each.dtype] for each in tables),
+            stream_factors=0 if streams is None else streams.num_factors,
             head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
             num_ranks=model.num_shards,

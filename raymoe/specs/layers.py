@@ -359,9 +359,9 @@ class NgramSpec:
     """Embeddings of n-grams of token ids, which the host reads from a table.
 
     An n-gram that ends at a token has its own token and the `n - 1` before it. The products of its
-    ids and `multipliers`, combined by exclusive or, become a row in the part of the table of each of
-    its hashes, modulo the rows of that part. Parts of pairs come first, then those of triples.
-    Tokens before the last `separator` and before the beginning of a sequence count as separators.
+    ids and `multipliers`, combined by exclusive or, become a row in each part of the table that is
+    for n-grams of this length, modulo the rows of the part. Those of pairs come first. Tokens
+    before the last `separator`, and before the beginning, count as separators.
 
     Source: Engram (arXiv 2601.07372), section 2.2.
     """

@@ -67,6 +67,7 @@ HYBRIDS = (
     "lfm3: windows first, a convolution of 3 with biases, biases, tied",
     "glm5_next: three streams divided once, large epsilon, decay without a bound",
     "deepseek_v4: windows of 8 and 64 tokens, one expert",
+    "qwen4_exp_text: two tables, the first before all layers, in uneven tensors",
 )
 HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
 SHARED = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in HEADS]

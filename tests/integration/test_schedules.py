@@ -238,6 +238,7 @@ WITH_STATES = (
     "kimi_linear: more heads than attention has, wide convolution, 2 dense layers",
     "bailing_hybrid: attention first, latent queries, biases, no dense layer",
     "glm5_next: three streams divided once, large epsilon, decay without a bound",
+    "qwen4_exp_text: n-grams of 4, convolution of 2, several ends, another seed",
 )
 
 
@@ -257,6 +258,7 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
         (WITH_STATES[4], "vslpipe", "long prompt", "ring"),
         (WITH_STATES[5], "cgopipe", "preemption", "pages"),
         (WITH_STATES[6], "cgopipe", "preemption", "staged"),
+        (WITH_STATES[7], "cgopipe", "preemption", "ring"),
     ],
 )
 def test_states_on_the_device_change_no_token(

@@ -86,6 +86,8 @@ def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrained
         if model.config.tie_word_embeddings:
             del weights["language_model.lm_head.weight"]
         save_file(weights, directory / "model.safetensors")
+    if configuration.family.startswith("qwen4_exp"):  # what ends n-grams ends no row
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 999}))
     if configuration.name.endswith(AS_PUBLISHED):
         config = {"model_type": configuration.family, **configuration.fields}
         (directory / "config.json").write_text(json.dumps(config))
