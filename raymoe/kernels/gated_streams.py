@@ -38,7 +38,7 @@ def read_gated(normed_TX: Tensor, gates_TX: Tensor, count: int) -> Tensor:
         gpu_gated_streams.read_gated(normed_TX, gates_TX, out_TH, count).run()
         return out_TH
     for rows in row_pieces(len(normed_TX)):
-        product_TX = gates_TX[rows].float().sigmoid_().mul_(normed_TX[rows].float())
+        product_TX = gates_TX[rows].float().sigmoid().mul_(normed_TX[rows].float())
         out_TH[rows] = product_TX.view(-1, count, out_TH.shape[1]).mean(1).to(out_TH.dtype)
     return out_TH
 

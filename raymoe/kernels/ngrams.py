@@ -56,7 +56,8 @@ def read_rows(table_RD: Tensor, rows_TN: Tensor, scale: float, dtype: torch.dtyp
     found = table_RD.view(torch.uint8).index_select(0, rows_TN.flatten()).view(table_RD.dtype)
     if scale != 1:
         found = found.float() * scale
-    return found.to(dtype).view(len(rows_TN), -1)
+    num_tokens, num_hashes = rows_TN.shape
+    return found.to(dtype).view(num_tokens, num_hashes * table_RD.shape[1])
 
 
 def fill_table(memory: Tensor, spec: NgramSpec, get: Callable[[str], object]) -> Tensor:

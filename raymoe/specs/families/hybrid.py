@@ -153,7 +153,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         | {"indexer_head_dim", "indexer_kv_heads", "indexer_n_heads", "mtp"}
         | {"number_of_conv_states", "ple_embedding_dtype"},
         fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
-        rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
+        rope=RopeRule(is_partial=True, has_sections=True),
         norms=NormLayout(before_attention=False, before_ffn=False),
         streams=GatedStreamsRule(),
         ngrams=NgramRule(),
@@ -161,7 +161,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         selected_pool="indexer_compress_ratio",
         full_layer_types=("full_attention", "indexed_attention"),
         recurrent=dataclasses.replace(_GATED_DELTA_STATES, gate="output_gate_type"),
-        module_names=(("attention_mixer.", "attn_hyper_connection."), ("ngrams.", "ple.")),
+        module_names=(("ngrams.k_proj", "ple.key_proj"), ("ngrams.v_proj", "ple.value_proj")),
         moe=dataclasses.replace(
             _GATED_DELTA_EXPERTS, router=RouterRule(renormalize="norm_topk_prob")
         ),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import triton.language as tl
 
+from raymoe.kernels import gpu_gated_streams as gated
 from raymoe.kernels import gpu_streams as kernels
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch
 from raymoe.kernels.streams import MixerWeights
@@ -30,6 +31,10 @@ def launches(hidden: int, dtype: torch.dtype) -> Iterator[Launch]:
     yield launch
     yield kernels.read_streams(hidden_TX, logits_TF, delta_TH, SPEC)
     yield kernels.add_to_streams(hidden_TX, delta_TH, logits_TF, SPEC)
+    weight_X, gates_TX = hidden_TX[0], torch.zeros_like(hidden_TX)
+    yield gated.norm_streams(hidden_TX, weight_X, gates_TX, 4, 1e-6)
+    yield gated.read_gated(hidden_TX, gates_TX, delta_TH, 4)
+    yield gated.add_gated(hidden_TX, delta_TH, logits_TF, 4)
 
 
 def main(capability: int) -> None:

@@ -93,7 +93,8 @@ FEW_ODD = [*ODD[::6], *(c for c in ODD if "clipped" in c.name)]
 
 def of_reference(configurations: list[Configuration]) -> list[Configuration]:
     """Those whose layers the plain model has; others have a reference of their own."""
-    return [c for c in configurations if c.family not in COMPRESSED_FAMILIES]
+    others = {*COMPRESSED_FAMILIES, "qwen4_exp_text", "qwen4_exp"}
+    return [c for c in configurations if c.family not in others]
 
 
 def slow_unless_in(quick: list[Configuration], all_of_them: list[Configuration]) -> list:

@@ -5,6 +5,8 @@ them and one of the host are refused, as they are between CUDA and the host. The
 and dynamic rotations ask for numbers, which such tensors do not have; they are not looked at.
 """
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from raymoe.model.loading import PagedLoader
 from raymoe.specs.layer_weights import (
     EMBEDDING,
     HEAD,
+    NGRAM_TABLE,
     TOKEN_EXPERTS,
     layer_parts,
     layer_prefix,
@@ -34,6 +37,7 @@ BATCH = AttentionBatch(
     slots=torch.tensor([2, 0, 1], dtype=torch.int32),
 )
 NUM_TOKENS = 9
+HASHES = re.compile(r"layers\.(\d+)\.ngrams\.(multipliers|sizes|offsets)$")
 
 
 def weights_on_device(spec: ModelSpec) -> dict[str, Tensor]:
@@ -47,6 +51,9 @@ def weights_on_device(spec: ModelSpec) -> dict[str, Tensor]:
             memory = torch.empty(sum(sizes.values()), device=DEVICE).split(list(sizes.values()))
             for (name, shape), piece in zip(part.shapes.items(), memory, strict=True):
                 weights[layer_prefix(i) + name] = piece.view(shape)
+        if layer.ngrams is not None:
+            table = torch.empty(layer.ngrams.table_bytes, dtype=torch.uint8)
+            weights[layer_prefix(i) + NGRAM_TABLE] = table
     weights[EMBEDDING] = torch.empty(spec.vocab_size, spec.hidden_size)
     weights.setdefault(HEAD, torch.empty(spec.vocab_size, spec.hidden_size, device=DEVICE))
     return weights
@@ -69,6 +76,9 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     def on_host(name: str) -> Tensor:
         if name.endswith(TOKEN_EXPERTS):
             return torch.arange(shapes[name][1]).expand(shapes[name])
+        found = HASHES.search(name)
+        if found is not None:
+            return torch.tensor(getattr(spec.layers[int(found[1])].ngrams, found[2]))
         return torch.empty(shapes[name])
 
     decoder = Decoder(
@@ -84,9 +94,14 @@ def test_what_a_layer_computes_stays_on_the_device(name: str) -> None:
     experts_NTK = decoder.experts_of_tokens(torch.zeros(NUM_TOKENS, dtype=torch.int64))
     if experts_NTK is not None:
         experts_NTK = experts_NTK.to(DEVICE)
+    ngrams_NTE = decoder.ngrams_of_tokens(
+        torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.tensor([0, NUM_TOKENS]), None
+    )
+    if ngrams_NTE is not None:
+        ngrams_NTE = ngrams_NTE.to(DEVICE)
     decoder.reserve(70)
     for i, layer in enumerate(spec.layers):
-        projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T)
+        projected = decoder.pre(i, hidden_TH, tokens_T, tokens_T, ngrams_NTE=ngrams_NTE)
         staged = torch.empty(9, *layouts[i].block_shape, device=DEVICE)
         if layouts[i].sequence_bytes:
             num_bytes = 9 * layouts[i].block_bytes + 3 * layouts[i].sequence_bytes
