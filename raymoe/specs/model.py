@@ -387,8 +387,7 @@ class ModelSpec:
         log_unread(name, model_type, check_fields(config, model_type, family, defaults))
         fields = ConfigFields(config, family, defaults)
         attention = parse_latent_attention(fields) if family.is_latent else parse_attention(fields)
-        layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
-        layers = _with_ngrams(fields, config, layers)
+        layers = _parse_layers(fields, config, attention, defaults)
         hidden_size = fields.positive("hidden_size")
         embedding, residual, logits = _multipliers(fields, hidden_size)
         rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
@@ -433,10 +432,14 @@ class ModelSpec:
         return cls.from_config(read_config(directory), name=_name(directory))
 
 
-def _with_ngrams(
-    fields: ConfigFields, config: Mapping[str, object], layers: tuple[LayerSpec, ...]
+def _parse_layers(
+    fields: ConfigFields,
+    config: Mapping[str, object],
+    attention: AttentionSpec | LatentAttentionSpec,
+    defaults: ClassDefaults,
 ) -> tuple[LayerSpec, ...]:
-    """All layers with those of n-grams, each before the one that a configuration counts it to."""
+    """All layers, those of n-grams each before the one that a configuration counts it to."""
+    layers = parse_layers(fields, attention, partial(_rope, fields, defaults))
     is_quantised = config.get("quantization_config") is not None
     streams, dtype = parse_streams(fields), _dtype(config)
     added = ngram_layers(fields, streams, is_quantised=is_quantised, dtype=dtype)
