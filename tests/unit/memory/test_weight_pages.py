@@ -1,15 +1,20 @@
 """Weights in pages: what the device finds in its slots is what the checkpoint holds."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from raymoe.codecs import Weight
 from raymoe.device.device import NoPinning
-from raymoe.memory.arena import HostArena
+from raymoe.kernels.ngrams import table_view
+from raymoe.memory.arena import HostArena, SharedArena, aligned_bytes
+from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.placement import layer_sizes
-from raymoe.specs.layer_weights import layer_prefix
+from raymoe.specs.layer_weights import NGRAM_TABLE, layer_prefix
 from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
@@ -130,3 +135,47 @@ def test_a_page_that_is_not_loaded_is_nan() -> None:
     down = pages.device_weight(0, "mlp.experts.1.down_proj.weight", first_slot=0)
     assert norm.isfinite().all()
     assert down.isnan().all()
+
+
+def test_tables_of_n_grams_are_last_in_a_file_that_another_process_need_not_fill(
+    tmp_path: Path,
+) -> None:
+    name = "qwen4_exp_text: two tables, the first before all layers, in uneven tensors"
+    directory = get_case(name).directory
+    store = WeightStore.open(spec := ModelSpec.from_directory(directory), directory)
+    cut = placed(layer_sizes(spec, 4), page_bytes=1 << 30, resident_bytes=0)
+    read: list[str] = []
+
+    def get(name: str) -> Weight:
+        read.append(name)
+        return store(name)
+
+    for is_first in (True, False):
+        file = SharedFile.open("tables", tmp_path)
+        assert file.is_whole is not is_first
+        read.clear()
+        pages = WeightPages(
+            spec,
+            get,
+            cut.layers,
+            dtype=torch.float32,
+            allocate_on_device=allocate,
+            make_arena=lambda size, file=file: SharedArena(size, file, b"", is_writable=False),
+        )
+        assert any(NGRAM_TABLE in one for one in read) is is_first
+        end = pages.host_memory.nbytes
+        for layer in reversed(range(spec.num_layers)):
+            ngrams, memory = spec.layers[layer].ngrams, pages.table(layer)
+            assert (ngrams is None) == (memory is None)
+            if ngrams is None or memory is None:
+                continue
+            prefix = layer_prefix(layer) + NGRAM_TABLE
+            wanted = torch.cat([store(f"{prefix}{i}") for i in range(len(ngrams.tensor_rows))])
+            assert torch.equal(table_view(memory, ngrams), wanted)
+            end -= aligned_bytes(memory.nbytes)
+            assert memory.data_ptr() == pages.host_memory.data_ptr() + end
+        assert end >= cut.streamed_bytes
+        if is_first:
+            first = pages
+    first.close()
+    pages.close()
