@@ -73,6 +73,7 @@ SLOW = [
     Case("nemotron_h", "flexgen_s4", "states", "preemption"),
     Case("kimi_linear", "vslpipe", "states and ring", "long prompt"),
     Case("deepseek_v4", "micro_batches", "pages", "long prompt"),
+    Case("qwen4_exp_text", "cgopipe", "states", "long prompt"),
     Case("deepseek_v3", "resident", "everything", "long prompt"),
     Case("qwen3_next", "resident", "everything", "preemption"),
 ]

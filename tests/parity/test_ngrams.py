@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from raymoe.device.threads import set_num_threads
 from tests.parity.configurations import CONFIGURATIONS, Configuration
@@ -86,3 +87,29 @@ def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(name: str, tmp_path:
     plain_error = (plain_TV - exact_TV).norm() / exact_TV.norm()
     assert errors[torch.float32] < 1e-3
     assert errors[torch.bfloat16] <= 2 * plain_error
+
+
+def test_a_table_in_fp8_with_one_scale_gives_the_tokens_of_its_values(tmp_path: Path) -> None:
+    scale, prompts = 0.0625, make_prompts(configuration_of("plain"), 3)
+    found = []
+    for name in ("stored", "decoded"):
+        directory = tmp_path / name
+        make_checkpoint(configuration_of("plain"), directory)
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        table = [name for name in tensors if ".ngram_embedding.shard_" in name]
+        assert len(table) == 4
+        for tensor in table:
+            tensors[tensor] = (tensors[tensor] / scale).to(torch.float8_e4m3fn)
+            if name == "decoded":
+                tensors[tensor] = tensors[tensor].float() * scale
+        if name == "stored":
+            module = table[0].partition(".shard_")[0]
+            tensors[f"{module}.weight_scale"] = torch.tensor([scale], dtype=torch.bfloat16)
+        save_file(tensors, file)
+        decoder = load_decoder(directory)
+        ngrams = decoder.spec.layers[1].ngrams
+        assert ngrams is not None
+        assert ngrams.dtype == ("float8_e4m3fn" if name == "stored" else "float32")
+        found.append(generate(decoder, prompts, 8))
+    assert found[0] == found[1]
