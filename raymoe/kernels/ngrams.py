@@ -53,11 +53,15 @@ def table_rows(
 def read_rows(table_RD: Tensor, rows_TN: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return rows of a table side by side, [T, N D], times the scale of all."""
     # Rows are read as bytes, because not all types of tables can be indexed.
-    found = table_RD.view(torch.uint8).index_select(0, rows_TN.flatten()).view(table_RD.dtype)
-    if scale != 1:
-        found = found.float() * scale
+    found = table_RD.view(torch.uint8).index_select(0, rows_TN.flatten())
     num_tokens, num_hashes = rows_TN.shape
-    return found.to(dtype).view(num_tokens, num_hashes * table_RD.shape[1])
+    shape = (num_tokens, num_hashes * table_RD.shape[1])
+    if table_RD.dtype == torch.float8_e4m3fn:  # torch looks codes up faster than it converts them
+        codes = torch.arange(256, dtype=torch.uint8).view(table_RD.dtype)
+        values = (codes.float() * scale).to(dtype)
+        return values.index_select(0, found.flatten().int()).view(shape)
+    wide = found.view(table_RD.dtype)
+    return (wide if scale == 1 else wide.float() * scale).to(dtype).view(shape)
 
 
 def fill_table(memory: Tensor, spec: NgramSpec, get: Callable[[str], object]) -> Tensor:
