@@ -161,6 +161,7 @@ def append_and_attend_latent(
     block_table: Tensor,
     out: Tensor,
     scale: float,
+    sinks: Tensor | None,
 ) -> None: ...
 def append_latent(
     latent: Tensor,

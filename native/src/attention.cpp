@@ -193,7 +193,9 @@ class GroupedAttention {
   }
 
   void store(const AttentionItem& item, const AttentionState& state) const {
-    if (call_.sinks != nullptr) add_sinks(item, state);
+    const int64_t group = call_.shape.group;
+    if (call_.sinks != nullptr)
+      add_sinks(call_.sinks + item.kv_head * group, group, num_rows(item), state);
     call_.kernel.store(tile_of(item), state);
   }
 
@@ -207,16 +209,6 @@ class GroupedAttention {
   const void* keys_of(const AttentionItem& item, int64_t block) const {
     return call_.cache_of(item.kv_head) +
            call_.table_of(item.sequence)[block] * call_.shape.block_stride * call_.cache_size;
-  }
-
-  /// The score of each head that has no value. Where it is so much larger than all others that its
-  /// weight overflows, they add up to nothing.
-  void add_sinks(const AttentionItem& item, const AttentionState& state) const {
-    constexpr float kLog2e = 1.44269504f;
-    const int64_t group = call_.shape.group;
-    const float* sinks = call_.sinks + item.kv_head * group;
-    for (int64_t row = 0; row < num_rows(item); ++row)
-      state.sum[row] += std::exp2(sinks[row % group] * kLog2e - state.max[row]);
   }
 
   /// Whether the token of a sequence that has only one goes to the cache within this item.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -129,6 +130,16 @@ inline int64_t state_floats(int64_t rows, int64_t head_dim) {
 inline AttentionState state_at(float* data, int64_t rows) {
   const int64_t padded = padded_rows(rows);
   return {data, data + padded, data + 2 * padded, data + (2 + kSumParts) * padded};
+}
+
+/// Adds the score of each head that has no value to the sums of rows, of which `num_heads`
+/// neighbouring heads follow one another for each token. Where it is so much larger than all others
+/// that its weight overflows, they add up to nothing.
+inline void add_sinks(const float* sinks, int64_t num_heads, int64_t num_rows,
+                      const AttentionState& state) {
+  constexpr float kLog2e = 1.44269504f;
+  for (int64_t row = 0; row < num_rows; ++row)
+    state.sum[row] += std::exp2(sinks[row % num_heads] * kLog2e - state.max[row]);
 }
 
 /// What a worker does after a split: the next one that it will work on.

@@ -50,6 +50,7 @@ struct Call {
   int64_t latent_stride;
   char* out;
   char* cache;
+  const float* sinks;  // [heads], or null
   int64_t query_size;  // bytes of an element
   int64_t cache_size;
 
@@ -98,7 +99,11 @@ class LatentAttention {
   }
 
   void store(const AttentionItem& item, const AttentionState& state) const {
-    call_.kernel.store(tile_of(item), state);
+    const LatentTile tile = tile_of(item);
+    if (call_.sinks != nullptr)
+      add_sinks(call_.sinks + item.kv_head * call_.step.group, tile.num_heads, tile.num_rows(),
+                state);
+    call_.kernel.store(tile, state);
   }
 
  private:
@@ -188,10 +193,14 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows) {
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,
                               const TensorView& cache, const TensorView& query_start,
                               const TensorView& context_tokens, const TensorView& block_table,
-                              const TensorView& out, double scale) {
+                              const TensorView& out, double scale, const TensorView* sinks) {
   thread_local AttentionPlan plan;
   Call call = make_call(latent, cache, query_start, context_tokens, block_table);
   check_query_and_out(query, latent, out);
+  if (sinks != nullptr)
+    sinks->expect("attention: sinks", DType::kFloat32, 1)
+        .expect_size("attention: sinks", 0, query.size(1))
+        .expect_contiguous("attention: sinks");
   call.shape.scale_log2e = checked_scale_log2e(scale);
   if (query.size(0) == 0) return;
   call.num_heads = query.size(1);
@@ -201,6 +210,7 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   call.shape.query_stride = query.stride(0);
   call.shape.out_stride = out.stride(0);
   call.kernel = latent_kernel()(query.dtype(), cache.dtype());
+  call.sinks = sinks == nullptr ? nullptr : sinks->data<float>();
   call.query = static_cast<const char*>(query.raw());
   call.out = static_cast<char*>(out.raw());
   const auto pool = worker_pool();

@@ -215,9 +215,17 @@ void bind_attention(py::module_& m) {
   m.def("append", &append, py::arg("key"), py::arg("value"), py::arg("cache"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_attention.py.");
-  m.def("append_and_attend_latent", &append_and_attend_latent, py::arg("query"), py::arg("latent"),
-        py::arg("cache"), py::arg("query_start"), py::arg("context_tokens"),
-        py::arg("block_table"), py::arg("out"), py::arg("scale"),
+  m.def("append_and_attend_latent",
+        [](const TensorView& query, const TensorView& latent, const TensorView& cache,
+           const TensorView& query_start, const TensorView& context_tokens,
+           const TensorView& block_table, const TensorView& out, double scale,
+           const std::optional<TensorView>& sinks) {
+          append_and_attend_latent(query, latent, cache, query_start, context_tokens, block_table,
+                                   out, scale, pointer_to(sinks));
+        },
+        py::arg("query"), py::arg("latent"), py::arg("cache"), py::arg("query_start"),
+        py::arg("context_tokens"), py::arg("block_table"), py::arg("out"), py::arg("scale"),
+        py::arg("sinks"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_latent_attention.py.");
   m.def("append_latent", &append_latent, py::arg("latent"), py::arg("cache"),
         py::arg("query_start"), py::arg("context_tokens"), py::arg("block_table"),

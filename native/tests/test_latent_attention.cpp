@@ -19,6 +19,7 @@ struct Problem : PagedStep {
   int64_t heads, rank, width;
   std::vector<Q> query, latent, out;
   std::vector<C> cache;
+  std::vector<float> sinks;  // empty: heads have none
 
   Problem(std::vector<Sequence> list, int64_t heads_, int64_t rank_, int64_t rope)
       : PagedStep(std::move(list)), heads(heads_), rank(rank_), width(rank_ + rope) {
@@ -43,14 +44,18 @@ struct Problem : PagedStep {
     return static_cast<size_t>(row * width + d);
   }
 
+  void add_sinks() { fill(sinks, heads); }
+
   void run() {
     constexpr DType q = DTypeOf<Q>::value;
+    const TensorView sink_view = view(sinks, DType::kFloat32, {static_cast<int64_t>(sinks.size())});
     append_and_attend_latent(
         view(query, q, {num_tokens, heads, width}), view(latent, q, {num_tokens, width}),
         view(cache, DTypeOf<C>::value, {num_blocks, kBlockTokens, width}),
         view(starts, DType::kInt32, {count() + 1}), view(contexts, DType::kInt32, {count()}),
         view(table, DType::kInt32, {count(), table_width}),
-        view(out, q, {num_tokens, heads, rank}), 1 / std::sqrt(double(width)));
+        view(out, q, {num_tokens, heads, rank}), 1 / std::sqrt(double(width)),
+        sinks.empty() ? nullptr : &sink_view);
   }
 
   /// One output row from the cache as it is after the step.
@@ -68,6 +73,7 @@ struct Problem : PagedStep {
       for (int64_t d = 0; d < rank; ++d)
         sum[static_cast<size_t>(d)] += weight * to_float(cache[at(sequence, past, d)]);
     }
+    if (!sinks.empty()) total += std::exp(double(sinks[static_cast<size_t>(row % heads)]));
     for (double& x : sum) x /= total;
     return sum;
   }
@@ -92,6 +98,9 @@ void agrees_with_the_reference(Types<Q, C>, double tolerance) {
       Problem<Q, C> problem(step, heads, rank, rope);
       problem.run();
       problem.check(tolerance);
+      problem.add_sinks();
+      problem.run();
+      problem.check(tolerance);
     }
 }
 
@@ -103,6 +112,7 @@ void long_sequences_and_many_heads_are_split_among_threads() {
     problem.run();
     problem.check(1e-5);
     Problem<bf16, bf16> wide({{70, 1}, {3, 2}}, 130, 16, 8);
+    wide.add_sinks();  // of another number of heads in each tile
     wide.run();
     wide.check(4e-2);
   }

@@ -264,10 +264,11 @@ def append_and_attend_latent(
     *,
     rank: int,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Append the latent rows of the step to the cache, then attend causally; returns [T, H, R].
 
-    Precision, order of sums and errors are those of `append_and_attend`. `query_THW` holds each
+    Precision, order of sums, sinks and errors are those of `append_and_attend`. `query_THW` holds each
     head's absorbed query and rotated part, `latent_TW` the latent and rotated key of each token;
     `cache` [N, B, W] has the layout of `LatentLayout`. Results are sums of the first `rank`
     elements of the rows.
@@ -284,6 +285,7 @@ def append_and_attend_latent(
             batch.block_table,
             out_THR,
             scale,
+            sinks_H,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -318,6 +320,7 @@ def append_and_attend_latent_reference(
     *,
     rank: int,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute what `append_and_attend_latent` does; in float64 for float64 queries."""
     append_latent_reference(latent_TW, cache, batch)
@@ -332,9 +335,18 @@ def append_and_attend_latent_reference(
         scores_QHC = scale * torch.einsum("qhw,cw->qhc", query_QHW, rows_CW)
         position_Q11 = torch.arange(context - (end - begin), context)[:, None, None]
         is_hidden = torch.arange(context) > position_Q11
-        weights_QHC = scores_QHC.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        scores_QHC = scores_QHC.masked_fill(is_hidden, float("-inf"))
+        weights_QHC = softmax_with_sinks(scores_QHC, sinks_H)
         out_THR[begin:end] = (weights_QHC @ rows_CW[:, :rank]).to(out_THR.dtype)
     return out_THR
+
+
+def softmax_with_sinks(scores_QHC: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Weights of positions [..., H, C], whose sum the sink of each head makes smaller than 1."""
+    if sinks_H is None:
+        return scores_QHC.softmax(-1)
+    sink_QH1 = sinks_H.to(scores_QHC.dtype)[:, None].expand(*scores_QHC.shape[:-1], 1)
+    return torch.cat([scores_QHC, sink_QH1], dim=-1).softmax(-1)[..., :-1]
 
 
 UP_PROJECTED_BYTES = 64 << 20
@@ -348,6 +360,7 @@ def append_and_attend_up_projected(
     *,
     heads: LatentHeads,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Append the latent rows of the step, then attend over up-projected keys and values; [T, H, V].
 
@@ -360,11 +373,13 @@ def append_and_attend_up_projected(
         new = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].long()
         rows_CW = cache[blocks].flatten(0, 1)[:context].to(query_THD.dtype)
-        out_THV[new] = _attend(query_THD[new], rows_CW, heads, scale)
+        out_THV[new] = _attend(query_THD[new], rows_CW, heads, scale, sinks_H)
     return out_THV
 
 
-def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float) -> Tensor:
+def _attend(
+    query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float, sinks_H: Tensor | None
+) -> Tensor:
     num_heads, context = query_QHD.shape[1], len(rows_CW)
     dim, value_dim = (-(-size // 8) * 8 for size in (heads.query_dim, heads.value_dim))
     one_head = KvLayout(
@@ -381,6 +396,7 @@ def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float
             _padded(keys_ChD, dim),
             _padded(values_ChV, value_dim),
             scale,
+            None if sinks_H is None else sinks_H[some],
         )
         attended_QhV = attended_QX.view(len(query_QHD), -1, value_dim)
         out_QHV[:, some] = attended_QhV[..., : heads.value_dim]
@@ -388,7 +404,11 @@ def _attend(query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float
 
 
 def _attend_up_projected(
-    query_QhD: Tensor, keys_ChD: Tensor, values_ChV: Tensor, scale: float
+    query_QhD: Tensor,
+    keys_ChD: Tensor,
+    values_ChV: Tensor,
+    scale: float,
+    sinks_h: Tensor | None,
 ) -> Tensor:
     context, new_tokens = len(keys_ChD), len(query_QhD)
     layout = KvLayout.of(keys_ChD, values_ChV, keys_ChD.dtype)
@@ -405,6 +425,7 @@ def _attend_up_projected(
         up_projected,
         _one_sequence(new_tokens, context, table),
         scale=scale,
+        sinks_H=sinks_h,
     )
 
 

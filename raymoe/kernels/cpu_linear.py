@@ -135,8 +135,8 @@ class Linear(Protocol):
         """Project [T, I] to [T, O] in the type of the input; rows of both may be strided.
 
         Args:
-            out: Receives the result. If it is float32, it receives the unrounded sums of a bfloat16
-                projection.
+            out: Receives the result. If it is float32, it receives the unrounded sums of a
+                projection of 16 bits.
         """
 
 
@@ -148,6 +148,8 @@ class PlainLinear:
         self._weight_OI, self._bias_O = weight_OI, bias_O
 
     def __call__(self, input_TI: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is not None and out.dtype == torch.float32 != input_TI.dtype:
+            return multiply_unrounded(input_TI, self._weight_OI, self._bias_O, out)
         result_TO = multiply(input_TI, self._weight_OI, self._bias_O)
         return result_TO if out is None else out.copy_(result_TO)
 
@@ -204,6 +206,30 @@ def multiply(input_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) 
         decoded_OI = as_tensor(block, input_TI.dtype)
         out_TO[:, rows] = functional.linear(input_TI, decoded_OI, block_bias)
     return out_TO
+
+
+_WIDENED_ELEMENTS = 1 << 24  # of a matrix, in float32 at once
+
+
+def multiply_unrounded(
+    input_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, out: Tensor
+) -> Tensor:
+    """Compute x W^T + b in float32, of which `out` is, for pieces of the matrix at a time."""
+    outputs, inputs = weight_OI.shape
+    wide_TI = input_TI.float()
+    if isinstance(weight_OI, StoredMatrix):
+        pieces = row_blocks(weight_OI)
+    else:
+        at_once = max(1, _WIDENED_ELEMENTS // inputs)
+        pieces = (
+            (rows, weight_OI[rows])
+            for rows in (slice(first, first + at_once) for first in range(0, outputs, at_once))
+        )
+    for rows, piece in pieces:
+        bias = None if bias_O is None else bias_O[rows].float()
+        wide_OI = as_tensor(piece, input_TI.dtype).float()
+        out[:, rows] = functional.linear(wide_TI, wide_OI, bias)
+    return out
 
 
 def make_linear(

@@ -433,10 +433,11 @@ def _attend_plain(
     for first in range(0, num_heads, at_once):
         some = slice(first, min(first + at_once, num_heads))
         keys_ChD, values_ChV = heads.keys_and_values(rows_CW, some)
+        sinks_H = scoring.sinks_H
         Attending(
             query_THD=query_THD[:, some],
             cache=DeviceCache.of_rows(keys_ChD, values_ChV, up_projected.starts_S1),
             out_THV=out_THV[:, some],
             compute=compute,
-            scoring=scoring,
+            scoring=scoring if sinks_H is None else replace(scoring, sinks_H=sinks_H[some]),
         ).run(up_projected.tiles)

@@ -205,18 +205,26 @@ def add_to_streams_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Mix the streams of one token and add the result of the block to each."""
+    """Mix the streams of one token and add the result of the block to each.
+
+    With 0 iterations there is no matrix.
+    """
     TYPE: tl.constexpr = hidden_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * logits_stride
     streams_S = tl.arange(0, PADDED)
     is_stream_S = streams_S < COUNT
-    post_S = 2 * _sigmoid(tl.load(row_ptr + COUNT + streams_S, mask=is_stream_S, other=0))
-    post_S1 = round_to(post_S, TYPE)[:, None]
-    matrix_SS = _mixing_matrix(row_ptr + 2 * COUNT, COUNT, PADDED, EPS, ITERATIONS)
-    matrix_SS1 = round_to(matrix_SS, TYPE)[:, :, None]
+    logits_S = tl.load(row_ptr + COUNT + streams_S, mask=is_stream_S, other=0)
+    post_S = MAGNITUDE * _sigmoid(logits_S)
+    if ITERATIONS > 0:
+        post_S1 = round_to(post_S, TYPE)[:, None]
+        matrix_SS = _mixing_matrix(row_ptr + 2 * COUNT, COUNT, PADDED, EPS, ITERATIONS)
+        matrix_SS1 = round_to(matrix_SS, TYPE)[:, :, None]
+    else:
+        post_S1 = (post_S + EPS)[:, None]
     for begin in range(0, HIDDEN, BLOCK):
         columns_B = begin + tl.arange(0, BLOCK)
         is_column_B = columns_B < HIDDEN
@@ -225,9 +233,11 @@ def add_to_streams_kernel(
         streams_ptr = hidden_ptr + token * hidden_stride + places_SB
         x_SB = tl.load(streams_ptr, mask=inside_SB, other=0).to(tl.float32)
         delta_B = tl.load(delta_ptr + token * delta_stride + columns_B, mask=is_column_B, other=0)
-        mixed_SB = round_to(tl.sum(matrix_SS1 * x_SB[:, None, :], 0), TYPE)
-        added_SB = round_to(post_S1 * delta_B.to(tl.float32)[None, :], TYPE)
-        tl.store(streams_ptr, round_to(added_SB + mixed_SB, TYPE), mask=inside_SB)
+        added_SB = post_S1 * delta_B.to(tl.float32)[None, :]
+        if ITERATIONS > 0:
+            x_SB = round_to(tl.sum(matrix_SS1 * x_SB[:, None, :], 0), TYPE)
+            added_SB = round_to(added_SB, TYPE)
+        tl.store(streams_ptr, round_to(added_SB + x_SB, TYPE), mask=inside_SB)
 
 
 def add_to_streams(
@@ -251,7 +261,8 @@ def add_to_streams(
             "PADDED": power_of_two(spec.count),
             "HIDDEN": hidden_size,
             "EPS": spec.eps,
-            "ITERATIONS": spec.sinkhorn_iterations,
+            "ITERATIONS": spec.sinkhorn_iterations or 0,
+            "MAGNITUDE": spec.magnitude,
             "BLOCK": min(_BLOCK, power_of_two(hidden_size)),
         },
         options={"num_warps": 4},

@@ -319,6 +319,7 @@ def attend_chosen(
     *,
     rank: int,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend to the chosen latent rows of each token, which are in the cache already; [T, H, R].
 
@@ -347,6 +348,7 @@ def attend_chosen(
             ),
             rank=rank,
             scale=scale,
+            sinks_H=sinks_H,
         )
     return out_THR
 

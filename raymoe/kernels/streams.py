@@ -83,7 +83,8 @@ def add_to_streams_(
 ) -> None:
     """Mix the streams by the matrix and add the result of the block to each, in place.
 
-    Factors, products with them and both sums are rounded to the type of the streams each.
+    Factors, products with them and both sums are rounded to the type of the streams each. Without a
+    matrix only the result is rounded.
     """
     if triton_runs_on(hidden_TX.device):
         from raymoe.kernels import gpu_streams  # noqa: PLC0415 - needs Triton
@@ -91,7 +92,14 @@ def add_to_streams_(
         gpu_streams.add_to_streams(hidden_TX, delta_TH, logits_TF, spec).run()
         return
     count, dtype = spec.count, hidden_TX.dtype
-    post_TS1 = (2 * logits_TF[:, count : 2 * count].sigmoid()).to(dtype)[..., None]
+    post_TS1 = (spec.magnitude * logits_TF[:, count : 2 * count].sigmoid())[..., None]
+    if not spec.is_mixed:
+        for rows in _pieces(len(hidden_TX)):
+            streams_TSH = _streams(hidden_TX[rows], count).float()
+            added_TSH = (post_TS1[rows] + spec.eps) * delta_TH[rows, None].float()
+            hidden_TX[rows] = (added_TSH + streams_TSH).to(dtype).flatten(1)
+        return
+    post_TS1 = post_TS1.to(dtype)
     matrix_TSS = mixing_matrix(logits_TF, spec).to(dtype).float()
     for rows in row_pieces(len(hidden_TX)):
         streams_TSH = _streams(hidden_TX[rows], count)
@@ -102,6 +110,7 @@ def add_to_streams_(
 
 def mixing_matrix(logits_TF: Tensor, spec: StreamsSpec) -> Tensor:
     """Return [T, S, S] float32: how much of stream j (first S) becomes part of stream k."""
+    assert spec.sinkhorn_iterations is not None, "there is a matrix"
     count, eps = spec.count, spec.eps
     logits_SST = logits_TF[:, 2 * count :].T.contiguous().view(count, count, -1)
     matrix_SST = logits_SST.softmax(1) + eps

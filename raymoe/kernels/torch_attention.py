@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
+from raymoe.kernels.cpu_attention import AttentionBatch, Chosen, softmax_with_sinks
 from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
@@ -211,6 +211,7 @@ def append_and_attend_latent_paged(
     heads: LatentHeads,
     scale: float,
     masks_SQC: Sequence[Tensor] | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Append the latent rows of the step to the cache in place and attend; [T, H, V].
 
@@ -233,6 +234,7 @@ def append_and_attend_latent_paged(
             group.visible(num_positions) if masks_SQC is None else masks_SQC[i],
             heads,
             scale=scale,
+            sinks_H=sinks_H,
         )
     return out_THV
 
@@ -324,6 +326,7 @@ def attend_plain(
     heads: LatentHeads,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend over keys and values up-projected for some heads at a time; [S, Q, H, V]."""
     num_heads = query_SQHD.shape[2]
@@ -334,15 +337,16 @@ def attend_plain(
     for first in range(0, num_heads, at_once):
         some = slice(first, min(first + at_once, num_heads))
         keys_SChD, values_SChV = heads.keys_and_values(rows_SCW, some)
-        attended.append(
-            scaled_dot_product_attention(
-                query_SQHD[:, :, some].transpose(1, 2),
-                keys_SChD.transpose(1, 2),
-                values_SChV.transpose(1, 2),
-                attn_mask=visible_SQC[:, None],
-                scale=scale,
-            )
+        operands = _Operands(
+            query_SQHD[:, :, some].transpose(1, 2),
+            keys_SChD.transpose(1, 2),
+            values_SChV.transpose(1, 2),
+            visible_SQC[:, None],
         )
+        if sinks_H is not None:
+            operands = _with_sinks(operands, sinks_H[some] / scale)
+        attended_ShQV = scaled_dot_product_attention(*operands, scale=scale)
+        attended.append(attended_ShQV[..., : heads.value_dim])
     return torch.cat(attended, dim=1).transpose(1, 2)
 
 
@@ -353,6 +357,7 @@ def attend_absorbed(
     heads: LatentHeads,
     *,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend over the latent rows themselves, some new tokens at a time; [S, Q, H, V]."""
     (num_sequences, num_positions, _), num_heads = rows_SCW.shape, query_SQHD.shape[2]
@@ -365,8 +370,8 @@ def attend_absorbed(
         tokens = query_SqHD.shape[:2]
         absorbed_SqHW = heads.absorb(query_SqHD.flatten(0, 1)).view(*tokens, num_heads, -1)
         scores_SqHC = torch.einsum("sqhw,scw->sqhc", absorbed_SqHW, rows_SCW).float() * scale
-        hidden_SqHC = ~visible_SqC[:, :, None]
-        weights_SqHC = scores_SqHC.masked_fill(hidden_SqHC, -torch.inf).softmax(-1)
+        scores_SqHC = scores_SqHC.masked_fill(~visible_SqC[:, :, None], -torch.inf)
+        weights_SqHC = softmax_with_sinks(scores_SqHC, sinks_H)
         latent_SCR = rows_SCW[..., : heads.rank]
         result_SqHR = torch.einsum("sqhc,scr->sqhr", weights_SqHC.to(latent_SCR.dtype), latent_SCR)
         attended_THV = heads.up_project(result_SqHR.flatten(0, 1))

@@ -178,8 +178,7 @@ class Attention(OneForm):
             self._indexer = BlockIndexer(spec.blocks, loader, f"{prefix}indexer.", norm=norm)
         self._sinks_H = self._host_sinks_H = None
         if spec.has_sinks:
-            self._sinks_H = loader.score_vector(f"{prefix}sinks")
-            self._host_sinks_H = loader.score_vector(f"{prefix}sinks", is_on_host=True)
+            self._sinks_H, self._host_sinks_H = _sinks(loader, prefix)
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         if self._indexer is None:
@@ -401,6 +400,12 @@ def grouped_layout(spec: AttentionSpec, dtype: torch.dtype) -> KvLayout | Indexe
     return IndexedLayout(attended=layout, index_dim=spec.blocks.head_dim)
 
 
+def _sinks(loader: Loader, prefix: str) -> tuple[Tensor, Tensor]:
+    """The sinks of a layer, where it has its weights and on the host."""
+    name = f"{prefix}sinks"
+    return loader.score_vector(name), loader.score_vector(name, is_on_host=True)
+
+
 class _Gate:
     """The factor of attention's output."""
 
@@ -456,6 +461,9 @@ class LatentAttention:
         self._unfolding = loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads)
         self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
+        self._sinks_H = self._host_sinks_H = None
+        if spec.has_sinks:
+            self._sinks_H, self._host_sinks_H = _sinks(loader, prefix)
         self._indexer: Indexer | None = None
         if spec.indexer is not None and not spec.indexer.is_shared:
             self._indexer = Indexer(spec.indexer, loader, f"{prefix}indexer.")
@@ -578,6 +586,7 @@ class LatentAttention:
             positions_TK,
             rank=self._spec.kv_lora_rank,
             scale=self._spec.scale,
+            sinks_H=self._host_sinks_H,
         ).flatten(1)
 
     def _attend_all(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
@@ -647,6 +656,7 @@ class LatentAttention:
             heads=self._heads,
             scale=self._spec.scale,
             masks_SQC=None if indexer is None else batch.chosen.positions,
+            sinks_H=self._sinks_H,
         )
         return result_TAV.flatten(1) if out is None else out.copy_(result_TAV.flatten(1))
 
@@ -666,6 +676,7 @@ class LatentAttention:
             batch,
             rank=self._spec.kv_lora_rank,
             scale=self._spec.scale,
+            sinks_H=self._host_sinks_H,
         ).flatten(1)
 
     def up_project(self, result_TX: Tensor, out: Tensor | None = None) -> Tensor:
@@ -721,7 +732,7 @@ class LatentAttention:
                     chosen_LK = with_tail(chosen_LK, batch.positions_L, pool)
                 batch.chosen.positions = (chosen_LK,)
             staged = layout.attended_blocks(staged)
-        heads, scoring = self._heads, Scoring(scale=self._spec.scale)
+        heads, scoring = self._heads, Scoring(scale=self._spec.scale, sinks_H=self._sinks_H)
         if isinstance(batch, LatentRaggedBatch):
             return append_and_attend_latent_ragged(
                 query_TAD, latent_TW, staged, batch, heads=heads, scoring=scoring, out=out
@@ -745,7 +756,13 @@ class LatentAttention:
     def _attend_plain(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         query_TAD, row_TW = projected.query_THD, projected.key_TGD[:, 0]
         return append_and_attend_up_projected(
-            query_TAD, row_TW, cache, batch, heads=self._heads, scale=self._spec.scale
+            query_TAD,
+            row_TW,
+            cache,
+            batch,
+            heads=self._heads,
+            scale=self._spec.scale,
+            sinks_H=self._host_sinks_H,
         )
 
     def _attend_and_up_project(

@@ -601,13 +601,17 @@ class Decoder:
         return merged_RH if self._final_norm is None else self._final_norm(merged_RH)
 
     def logits(self, final_RH: Tensor) -> Tensor:
-        """Return logits [R, V] of normed rows, in the type of the model.
+        """Return logits [R, V] of normed rows, in the type of the model or in float32.
 
         V are labels in a model with a classification head. Without a head, rows stay as they are.
         """
         if self._head is None:
             return final_RH
-        logits_RV, cap = self._head(final_RH), self.spec.logit_softcap
+        out_RV = None
+        if self.spec.has_float_head:
+            size = (len(final_RH), self._head.out_features)
+            out_RV = torch.empty(size, dtype=torch.float32, device=final_RH.device)
+        logits_RV, cap = self._head(final_RH, out_RV), self.spec.logit_softcap
         if self.spec.logits_divisor != 1:
             logits_RV = logits_RV / self.spec.logits_divisor
         return logits_RV if cap is None else (logits_RV / cap).tanh_().mul_(cap)

@@ -9,9 +9,6 @@ from raymoe.model.norms import LayerNorm
 from raymoe.model.rope import Angles
 from raymoe.specs.layers import BlockIndexerSpec, IndexerSpec
 
-# Epsilon of the norm of index keys in every transformers class, whatever rms_norm_eps says.
-KEY_NORM_EPS = 1e-6
-
 
 class Indexer:
     """Index rows of one layer's tokens, as `kernels.selection.IndexRows` splits them."""
@@ -23,7 +20,7 @@ class Indexer:
         self._key_norm = LayerNorm(
             loader.vector(f"{prefix}k_norm.weight"),
             loader.vector(f"{prefix}k_norm.bias"),
-            KEY_NORM_EPS,
+            spec.key_norm_eps,
         )
         self._weights = loader.linear([f"{prefix}weights_proj"])
         self._pool_scores = None
@@ -48,6 +45,8 @@ class Indexer:
         heads_TNI = torch.cat([key_TI, query_TX], dim=1).view(shape)
         rows_T, *tables = angles
         cosines, sines = (table_PR[rows_T.long(), None].to(key_TI.dtype) for table_PR in tables)
+        if spec.rotates_end:  # products are the same in any order of dimensions
+            heads_TNI = heads_TNI.roll(2 * cosines.shape[-1], -1)
         rotated_TNI = rotate_heads(heads_TNI, cosines, sines, is_interleaved=spec.is_interleaved)
         rows_TX = torch.cat([rotated_TNI.flatten(1), self._weights(normed_TH)], dim=1)
         if self._pool_scores is None:

@@ -31,12 +31,12 @@ class Mixer(Protocol):
 
 
 class HyperConnection:
-    """The mixer of mHC, whose factors are logits."""
+    """The mixer of mHC, and of iHC without its matrix; factors are logits."""
 
     def __init__(self, spec: StreamsSpec, loader: Loader, name: str) -> None:
         self._spec, count = spec, spec.count
         scale = loader.score_vector(f"{name}.scale")
-        sizes = (count, count, count * count)
+        sizes = (count, count, count * count)[: spec.num_scales]
         self._weights = MixerWeights(
             loader.float_matrix(name),
             torch.cat([one.expand(size) for one, size in zip(scale, sizes, strict=True)]),

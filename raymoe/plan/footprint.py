@@ -11,7 +11,7 @@ from raymoe.units import GIB, MIB
 
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
-DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised
+DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised, or of the head in float32
 SELECTION_BYTES = 320 * MIB  # scores of an indexer, absorbed queries and their results
 SCAN_BYTES = 256 * MIB  # matrices of the chunks of a prompt that are multiplied at once
 LOGIT_CHUNK_ROWS = 256
@@ -181,7 +181,7 @@ def _routed(work: ModelWork, tokens: int) -> int:
 
 def _intermediates(model: ModelSpec, work: ModelWork, tokens: int, groups: int) -> int:
     largest = max(_ffn_intermediates(layer, work, tokens, groups) for layer in work.kinds)
-    decoding = 0 if model.quantization is None else DECODING_BYTES
+    decoding = DECODING_BYTES if model.quantization or model.has_float_head else 0
     return largest + decoding + logit_bytes(model) + DEVICE_RUNTIME_BYTES
 
 

@@ -45,6 +45,8 @@ def layer_indexers(
         top_k=fields.positive(rule.top_k),
         is_interleaved=rule.is_interleaved,
         pool=None if rule.pool is None else _pool(fields, rule.pool, rule.top_k),
+        rotates_end=rule.rotates_end,
+        key_norm_eps=fields.number_or(rule.key_norm_eps),
     )
     shared = replace(own, is_shared=True)
     return tuple(

@@ -357,13 +357,16 @@ def parse_streams(fields: ConfigFields) -> AnyStreamsSpec | None:
             latent_width=fields.positive(rule.latent_width),
             norm_eps=fields.number_or(fields.family.norm_eps),
         )
+    iterations = None
+    if rule.sinkhorn_iterations is not None:
+        name = rule.sinkhorn_iterations
+        iterations = fields.positive(name, maximum=MAX_SINKHORN_ITERATIONS)
     return StreamsSpec(
         count=count,
         eps=fields.number(rule.eps),
         norm_eps=fields.number_or(fields.family.norm_eps),
-        sinkhorn_iterations=fields.positive(
-            rule.sinkhorn_iterations, maximum=MAX_SINKHORN_ITERATIONS
-        ),
+        sinkhorn_iterations=iterations,
+        magnitude=fields.number_or(rule.magnitude),
         merge=rule.merge,
     )
 
@@ -476,6 +479,7 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
         norm_eps=LATENT_NORM_EPS if eps is None else fields.number(eps),
         has_bias=fields.switch(fields.family.qkv_bias),
         gate=_gate(fields),
+        has_sinks=fields.family.sinks == "all",
     )
 
 

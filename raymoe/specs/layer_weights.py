@@ -252,6 +252,8 @@ def _latent(attention: LatentAttentionSpec, hidden_size: int) -> NamedShapes:
     up_projected = heads * (attention.nope_head_dim + attention.value_head_dim)
     yield f"{KV_UP}.weight", (up_projected, attention.kv_lora_rank)
     yield from _gate(attention, hidden_size)
+    if attention.has_sinks:
+        yield "self_attn.sinks", (heads,)
     if attention.indexer is not None and not attention.indexer.is_shared:
         yield from _indexer(attention.indexer, rank or hidden_size, hidden_size)
     value_width = heads * attention.value_head_dim

@@ -222,6 +222,8 @@ class IndexerSpec:
     # entries are chosen, `top_k` counts their tokens, and a token sees those behind them in any
     # case. None: tokens have keys of their own.
     pool: int | None = None
+    rotates_end: bool = False  # whether the last dimensions are rotated, instead of the first
+    key_norm_eps: float = 1e-6
     # Whether the layer has no such queries and keys, and takes the choice of the layer before it.
     is_shared: bool = False
 
@@ -290,6 +292,7 @@ class LatentAttentionSpec:
     # Biases of the projections into the latents and of the output projection.
     has_bias: bool = False
     gate: OutputGate | None = None
+    has_sinks: bool = False  # as in `AttentionSpec`
     indexer: IndexerSpec | None = None
 
     @property
@@ -899,25 +902,35 @@ class StreamsSpec:
     is added. The sums of its rows and columns are brought near 1 in turns. At first the streams are
     copies of the embedding.
 
+    Independent streams (iHC) have no matrix: what a block adds is `post` times its result, in
+    float32.
+
     Source: Manifold-Constrained Hyper-Connections (arXiv 2512.24880), section 4.2.
     """
 
     count: int
-    eps: float  # added to `pre`, to the matrix and to the sums that divide it
+    # Added to `pre`, to the matrix and to the sums that divide it; without a matrix to `post`.
+    eps: float
     norm_eps: float  # of the RMS norm of all streams, without a weight, that the logits read
-    sinkhorn_iterations: int  # how often columns are divided by their sums; rows once less
+    # How often columns are divided by their sums, rows once less; None: there is no matrix.
+    sinkhorn_iterations: int | None
+    magnitude: float = 2.0  # of `post`: factor of a sigmoid
     # What the streams become after the last layer: their mean, or a sum weighed as `pre` weighs.
     merge: StreamMerge = "mean"
 
     @property
     def num_factors(self) -> int:
         """Logits of a block: `pre`, `post`, then the matrix."""
-        return (2 + self.count) * self.count
+        return (2 + self.count * self.is_mixed) * self.count
 
     @property
     def num_scales(self) -> int:
         """Factors of the logits of `pre`, `post` and the matrix."""
-        return 3
+        return 2 + self.is_mixed
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.sinkhorn_iterations is not None
 
     @property
     def working_width(self) -> int:

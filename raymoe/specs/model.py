@@ -93,6 +93,7 @@ class ModelSpec:
         residual_multiplier: Factor of what attention and feed-forward network add.
         logit_softcap: c, where logits become c * tanh(logits / c) at last; None for no such bound.
         has_head_bias: Whether the logits have a bias.
+        has_float_head: Whether logits are computed in float32, whatever the type of the model is.
         quantization: Formats of stored matrices; None if all are stored in `dtype`.
         head: What turns final hidden states into the rows that a step yields: "lm" (logits of
             tokens), "labels" (logits of `labels`, by `score.weight`) or "none".
@@ -121,6 +122,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     logit_softcap: float | None = None
     has_head_bias: bool = False
+    has_float_head: bool = False
     quantization: Quantization | None = None
     head: HeadKind = "lm"
     labels: tuple[str, ...] = ()
@@ -409,6 +411,7 @@ class ModelSpec:
             residual_multiplier=residual,
             logits_divisor=logits,
             logit_softcap=fields.number_or_none(family.logit_softcap),
+            has_float_head=family.has_float_head,
             has_head_bias=fields.switch(family.head_bias),
             quantization=parse_quantization(
                 config.get("quantization_config"), family.module_names, config.get("expert_dtype")

@@ -57,6 +57,12 @@ class Case:
         self.query = self._randn(num_tokens, num_heads, width).to(dtypes[0])
         self.latent = self._randn(num_tokens, width).to(dtypes[0])
         self.scale = 2 * width**-0.5
+        self.sinks: Tensor | None = None
+
+    def add_sinks(self) -> None:
+        """Scores without values, some of them far above or below all others."""
+        self.sinks = 3 * self._randn(self.query.shape[1])
+        self.sinks[0], self.sinks[-1] = 200.0, -200.0
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random)
@@ -79,6 +85,7 @@ class Case:
             batch,
             rank=self.rank,
             scale=self.scale,
+            sinks_H=self.sinks,
         )
 
     def exact(self) -> Tensor:
@@ -90,6 +97,7 @@ class Case:
             self.batch(),
             rank=self.rank,
             scale=self.scale,
+            sinks_H=self.sinks,
         )
 
 
@@ -114,6 +122,25 @@ def test_equals_the_reference_for_every_shape_of_heads(
     heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case([(70, 1), (50, 18)], heads, dtypes))
+
+
+@covering(dtypes=DTYPES, heads=HEADS)
+def test_sinks_take_their_part_of_the_softmax(
+    heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = Case([(70, 1), (50, 18), (1, 1), (1100, 1)], heads, dtypes)
+    without = case.run()
+    case.add_sinks()
+    assert_accurate(case)
+    assert not torch.equal(case.run(), without)
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(4), torch.zeros(5).half()], ids=["few", "half"])
+def test_sinks_of_another_shape_or_type_are_refused(sinks: Tensor) -> None:
+    case = Case([(7, 1)], (5, 16, 8), (BF16, BF16))
+    case.sinks = sinks
+    with pytest.raises(ConfigError, match="sinks"):
+        case.run()
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)

@@ -180,7 +180,10 @@ def test_attention_reads_the_chosen_rows_alone(
     case = Case((3, 24), dtypes)
     monkeypatch.setattr(selection, "GATHERED_BYTES", 1 << 14)
     chosen = choose_positions(case.rows, case.keys, case.batch, top_k)
-    got = attend_chosen(case.query, case.latents, case.batch, chosen, rank=16, scale=0.3)
+    sinks_H = torch.linspace(-3, 3, case.query.shape[1])
+    got = attend_chosen(
+        case.query, case.latents, case.batch, chosen, rank=16, scale=0.3, sinks_H=sinks_H
+    )
     sequences = torch.repeat_interleave(case.batch.num_new)
     for token, positions in enumerate(chosen.long()):
         table = case.batch.block_table[sequences[token]].long()
@@ -198,6 +201,7 @@ def test_attention_reads_the_chosen_rows_alone(
             ),
             rank=16,
             scale=0.3,
+            sinks_H=sinks_H,
         )
         unit = 4e-6 if dtypes[0] == FP32 else 2**-7
         torch.testing.assert_close(got[token, None].double(), want, rtol=unit, atol=unit)

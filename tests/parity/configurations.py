@@ -113,6 +113,8 @@ FAMILY_CONFIGS = {
     "bailing_hybrid": "BailingHybridConfig",
     "glm5_next": "Glm5NextConfig",
     "deepseek_v4": "DeepseekV4Config",
+    "hy_v4": "HYV4Config",
+    "hy_v4_vl": "HYV4VLConfig",
 }
 # Text parts that no class runs alone.
 TEXT_CONFIGS = {
@@ -121,6 +123,7 @@ TEXT_CONFIGS = {
     "glm4v_moe_text": "Glm4vMoeTextConfig",
     "step3p5": "Step3p7TextConfig",
     "glm5_next_text": "Glm5NextTextConfig",
+    "hy_v4_vl_text": "HYV4VLTextConfig",
 }
 
 

@@ -42,7 +42,49 @@ _NARROW = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _WIDE_VALUES = {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 32}
 _STRETCHED = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
 _DUPLICATE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
-
+# Streams are four where nothing else is said; sinks are random in every model.
+HY_V4 = {name: value for name, value in _INDEXED.items() if name != "first_k_dense_replace"}
+HY_V4_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "odd sizes, 3 streams, chooses from 33 on": {
+        **_ODD,
+        "hc_mult": 3,
+        "index_topk": 33,
+        "index_head_dim": 24,
+        "index_n_heads": 13,
+    },
+    "groups, shared indexers, magnitude 1.3": {
+        **_EXPERTS,
+        "hc_magnitude": 1.3,
+        "indexer_types": ["full", "shared", "shared"],
+    },
+    "yarn, biases, tight limits": {
+        "rope_parameters": _DUPLICATE,
+        "attention_bias": True,
+        "swiglu_limit": 0.4,
+    },
+    "narrow latent, all sparse, large epsilons, chooses from 40 on": {
+        **_NARROW,
+        "mlp_layer_types": ["sparse"] * 3,
+        "hc_eps": 0.03,
+        "rms_norm_eps": 1e-2,
+        "index_topk": 40,
+    },
+    "wide values, top-1, not renormalised, tied": {
+        **_WIDE_VALUES,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 0.7,
+        "tie_word_embeddings": True,
+    },
+    "2 streams, 6 layers, 2 shared experts, linear rope": {
+        "hc_mult": 2,
+        "num_hidden_layers": 6,
+        "n_shared_experts": 2,
+        "rope_parameters": LINEAR,
+        "index_topk": 64,
+    },
+}
 LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "deepseek_v2": (
         _V2,
@@ -205,4 +247,5 @@ LATENT_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "hy_v4": (HY_V4, HY_V4_VARIANTS),
 }

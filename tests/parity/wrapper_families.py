@@ -5,6 +5,7 @@ from typing import Any
 from tests.parity.dense_families import DENSE_FAMILIES, SCALED
 from tests.parity.fields import BASE, DYNAMIC, LLAMA3, YARN
 from tests.parity.hybrid_families import AS_PUBLISHED, FULL, HYBRID_FAMILIES, SLIDING
+from tests.parity.latent_families import HY_V4, HY_V4_VARIANTS
 from tests.parity.norm_families import NORM_FAMILIES
 from tests.parity.state_families import STATE_FAMILIES
 
@@ -87,6 +88,14 @@ def _wrapped(
         for name, differences in variants.items()
     }
     return common, wholes
+
+
+def _axes(fields: dict[str, Any]) -> dict[str, Any]:
+    """The rope of these fields, whose class wants frequencies divided among three axes."""
+    half = fields.get("qk_rope_head_dim", 8) // 2
+    rope = fields.get("rope_parameters", {"rope_type": "default"})
+    axes = [half - 2 * (half // 3), half // 3, half // 3]
+    return {"rope_parameters": {"rope_theta": 1e4, **rope, "mrope_section": axes}}
 
 
 _INDEXED, _STATES = "indexed_attention", "linear_attention"
@@ -183,6 +192,9 @@ _STREAMS_VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_HY_V4_VARIANTS = {
+    name: differences | _axes(differences) for name, differences in HY_V4_VARIANTS.items()
+}
 _QWEN_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": _sections(3, 3, 2),
     "dense first layer, sparse step 2": {
@@ -299,6 +311,18 @@ WRAPPER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = 
     ),
     "glm5_next": _wrapped(
         _STREAMS, _STREAMS_VARIANTS, vision_config=_SMALL | {"out_hidden_size": 48}
+    ),
+    "hy_v4_vl": _wrapped(
+        HY_V4,
+        _HY_V4_VARIANTS,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "max_image_size": 16,
+            "out_hidden_size": 48,
+            "patch_size": 4,
+            **_LAYERS,
+        },
     ),
     "qwen3_vl_moe": _wrapped(_QWEN, _QWEN_VARIANTS, vision_config=_DEEP),
     "qwen3_5_moe": _wrapped(*STATE_FAMILIES["qwen3_5_moe_text"], vision_config=_DEEP),

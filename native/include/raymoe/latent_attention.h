@@ -74,11 +74,11 @@ struct LatentKernel {
 using LatentKernelOf = LatentKernel (*)(DType query, DType cache);
 RAYMOE_DECLARE_KERNELS(LatentKernelOf, latent_kernel);
 
-/// See append_and_attend_latent in raymoe/kernels/cpu_latent_attention.py.
+/// See append_and_attend_latent in raymoe/kernels/cpu_attention.py; sinks is float32 [heads] or null.
 void append_and_attend_latent(const TensorView& query, const TensorView& latent,
                               const TensorView& cache, const TensorView& query_start,
                               const TensorView& context_tokens, const TensorView& block_table,
-                              const TensorView& out, double scale);
+                              const TensorView& out, double scale, const TensorView* sinks);
 
 /// See append_latent in raymoe/kernels/cpu_latent_attention.py.
 void append_latent(const TensorView& latent, const TensorView& cache,

@@ -9,15 +9,53 @@ from raymoe.specs.families.rules import (
     SIGMOID,
     SIGMOID_EXPERTS,
     TRAINING_FIELDS,
+    ClampRule,
     Family,
     IndexerRule,
     MoeRule,
     RouterRule,
     SharingRule,
+    StreamsRule,
     mistral_yarn,
 )
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
+
+# Hy4. The class takes head_dim from the rotated part and a KV head for each head, whatever is said.
+_HY_V4 = Family(
+    architecture="HYV4ForCausalLM",
+    ignored=TRAINING_FIELDS
+    | {"first_k_dense_replace", "head_dim", "learnable_sink_init", "num_key_value_heads"},
+    fixed=NOAUX_TC
+    | {
+        "enable_ihc": (True,),
+        "enable_lm_head_fp32": (True,),
+        "gated_mla": (True,),
+        "gating_type": ("elementwise",),
+        "index_skip_topk_offset": (None,),
+        "index_topk_freq": (None,),
+        "index_topk_pattern": (None,),
+        "learnable_sink": (True,),
+    },
+    is_latent=True,
+    indexer=IndexerRule(
+        is_interleaved=False,
+        rotates_end=True,
+        key_norm_eps="rms_norm_eps",
+        sharing=SharingRule(),
+    ),
+    full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
+    qkv_bias="attention_bias",
+    sinks="all",
+    gate="sigmoid",
+    streams=StreamsRule(sinkhorn_iterations=None, magnitude="hc_magnitude", merge="weighted"),
+    has_float_head=True,
+    moe=dataclasses.replace(
+        SIGMOID_EXPERTS,
+        sparse_layers="listed",
+        clamp=ClampRule(limit="swiglu_limit", offset=0.0),
+    ),
+)
 
 LATENT_FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(
@@ -141,6 +179,13 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         qkv_bias="attention_bias",
         moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed"),
+    ),
+    "hy_v4": _HY_V4,
+    "hy_v4_vl_text": dataclasses.replace(
+        _HY_V4,
+        architecture="HYV4VLForConditionalGeneration",
+        rope=RopeRule(has_sections=True),
+        latent_norm_eps="rms_norm_eps",
     ),
     "youtu": Family(
         architecture="YoutuForCausalLM",

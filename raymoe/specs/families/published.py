@@ -508,6 +508,16 @@ def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[
     return config
 
 
+def _hy_v4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Every fourth layer after the first chooses positions, where no list says which."""
+    if config.get("indexer_types") is None:
+        full = {0, *range(1, _num_layers(values), 4)}
+        config["indexer_types"] = [
+            "full" if i in full else "shared" for i in range(_num_layers(values))
+        ]
+    return config
+
+
 def _deepseek_v4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Take kinds of layers from ratios, and parameters of both rotations from one set.
 
@@ -648,6 +658,8 @@ _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[st
     "exaone4": _exaone4,
     "flint": _flint,
     "glm5_next_text": _glm5_next,
+    "hy_v4": _hy_v4,
+    "hy_v4_vl_text": _hy_v4,
     "granite_swa": _granite_swa,
     "granitemoe_swa": _granite_swa,
     "granitemoehybrid": _granitemoehybrid,

@@ -175,7 +175,8 @@ class StreamsRule:
 
     count: FieldName = "hc_mult"
     eps: FieldName = "hc_eps"
-    sinkhorn_iterations: FieldName = "hc_sinkhorn_iters"
+    sinkhorn_iterations: FieldName | None = "hc_sinkhorn_iters"  # None: there is no matrix
+    magnitude: float | FieldName = 2.0
     merge: StreamMerge = "mean"
 
 
@@ -222,6 +223,8 @@ class IndexerRule:
     """The indexer of a family with latent attention, as in `IndexerSpec`."""
 
     is_interleaved: bool
+    rotates_end: bool = False
+    key_norm_eps: float | FieldName = 1e-6
     num_heads: FieldName = "index_n_heads"
     head_dim: FieldName = "index_head_dim"
     top_k: FieldName = "index_topk"
@@ -347,6 +350,7 @@ class Family:
     output_bias: bool | FieldName = False  # whether the output projection has a bias
     mlp_bias: bool | FieldName = False  # whether dense and shared networks have biases
     head_bias: bool | FieldName = False  # whether the logits have a bias
+    has_float_head: bool = False  # as in `ModelSpec`
     sinks: SinkLayers = "none"  # which layers have them
     value_head_dim: FieldName | None = None  # dimensions of a value, if not those of a key
     value_scale: FieldName | None = None  # factor of the values

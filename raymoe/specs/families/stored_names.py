@@ -514,11 +514,11 @@ _BAILING_OTHERS = (
 )
 
 
-def _mixers(fn: str) -> dict[str, str]:
+def _mixers(fn: str, network: str = "ffn") -> dict[str, str]:
     """Names of the weights of mixers, from that of the matrix with "{}" for the block."""
     return {
         f"{ours}_mixer.{leaf}": fn.format(theirs).removesuffix("fn") + stored
-        for ours, theirs in (("attention", "attn"), ("ffn", "ffn"))
+        for ours, theirs in (("attention", "attn"), ("ffn", network))
         for leaf, stored in (("weight", "fn"), ("base", "base"), ("scale", "scale"))
     }
 
@@ -607,6 +607,47 @@ _V4_MODULES = Naming(
         "self_attn.indexer.": "self_attn.compressor.indexer.",
     },
     unread=_V4_UNREAD,
+)
+
+
+
+def _hy_v4(mixers: str, merge: str) -> Naming:
+    """Names of Hy4, with these of the matrices of mixers and of the last sum."""
+    return Naming(
+        renamed={
+            **_SHARED,
+            **_mixers(mixers, network="mlp"),
+            **_v4_merge(merge),
+            "self_attn.g_proj.": "self_attn.linear_gate.",
+            "self_attn.sinks": "self_attn.learnable_sink_param",
+        }
+    )
+
+
+_HY_V4 = _hy_v4("hc_{}_layer.hc_pre.hc_fn", "hc_head.hc_head_")
+# What transformers 5.24 saves: one part at another place, and every gate by one name.
+_HY_V4_SAVED = _hy_v4("hc_pre.hc_{}_layer.hc_fn", "hc_pre.hc_head.hc_head_")
+_HY_V4_SAVED = replace(
+    _HY_V4_SAVED,
+    renamed={
+        "mlp.shared_expert.gate_proj.": "mlp.shared_experts.linear_gate.",
+        "mlp.gate_proj.": "mlp.linear_gate.",
+        **(_HY_V4_SAVED.renamed or {}),
+    },
+)
+_HY_V4_MODULES = Naming(
+    renamed={
+        **_SHARED,
+        **_mixers("{}_hc.fn"),
+        **_v4_merge("hc_head.hc_"),
+        "self_attn.g_proj.": "self_attn.gate_proj.",
+    }
+)
+_HY_V4_NAMINGS = (
+    _HY_V4,
+    _HY_V4_SAVED,
+    _hy_v4("hc_{}_layer.hc_fn", "hc_head.hc_head_"),
+    _HY_V4_MODULES,
 )
 
 _LFM2 = Naming(
@@ -765,6 +806,8 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     ),
     "glm5_next_text": (_GLM5_NEXT, _GLM5_NEXT_MODULES),
     "deepseek_v4": (_V4, _V4_SAVED, _V4_MODULES),
+    "hy_v4": _HY_V4_NAMINGS,
+    "hy_v4_vl_text": _HY_V4_NAMINGS,
     "lfm2_moe": (_LFM2,),
     "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
     "minimax_m3_vl_text": (

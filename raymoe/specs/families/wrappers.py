@@ -94,6 +94,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "glm5_next": Wrapper(
         architectures=("Glm5NextForConditionalGeneration",), texts=("glm5_next_text",)
     ),
+    "hy_v4_vl": Wrapper(
+        architectures=("HYV4VLForConditionalGeneration",),
+        texts=("hy_v4_vl_text",),
+        prefixes=(("model.", ""), ("model.language_model.", "")),
+    ),
     "glm4v_moe": Wrapper(
         architectures=("Glm4vMoeForConditionalGeneration",), texts=("glm4v_moe_text",)
     ),
@@ -135,6 +140,7 @@ MEDIA_TENSORS = (
     "patch_merge_mlp.",
     "vision_model.",
     "vit_large_projector.",
+    "vit.",
     "visual.",
     "audio_tower.",
     "embed_vision.",

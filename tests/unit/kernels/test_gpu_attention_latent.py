@@ -45,7 +45,9 @@ def run(
         (case.cache.clone() if cache is None else cache).to(device),
         to_device(batch, torch.device(device)),
         heads=replace(heads, weight_HXR=heads.weight_HXR.to(device)),
-        scoring=Scoring(scale=case.scale),
+        scoring=Scoring(
+            scale=case.scale, sinks_H=None if case.sinks is None else case.sinks.to(device)
+        ),
     ).cpu().view(len(case.query), -1, heads.value_dim)  # fmt: skip
 
 
@@ -58,6 +60,19 @@ def check(case: Case, heads: LatentHeads, minimum: int, *, device: str) -> None:
 @form
 def test_equals_the_exact_result(form: str, device: str) -> None:
     case, heads = make([(33, 1), (1, 1), (36, 4), (5, 2)], SHAPES[0])
+    check(case, heads, FORMS[form], device=device)
+
+
+@device
+@form
+def test_sinks_take_their_part_of_the_softmax(
+    form: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, heads = make([(33, 1), (1, 1), (36, 4), (5, 2)], SHAPES[1])
+    case.add_sinks()
+    check(case, heads, FORMS[form], device=device)
+    # Keys and values are made for some heads at a time.
+    monkeypatch.setattr("raymoe.kernels.gpu_attention.GATHERED_BYTES", 2_000)
     check(case, heads, FORMS[form], device=device)
 
 

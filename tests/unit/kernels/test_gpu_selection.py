@@ -207,6 +207,7 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
     blocks = case.batch.block_table.long()[sequences, positions // BLOCK_TOKENS]
     latent = case.latents[blocks, positions % BLOCK_TOKENS].to(dtypes[0])
     late_T, chosen = choosing(case, "cpu").late_T, wanted_of(case)
+    sinks_H = torch.linspace(-3, 3, 5)
     # A layer that shares a choice has blocks without index keys.
     latents = case.latents.contiguous() if is_shared else case.latents
     got = append_and_attend_chosen_ragged(
@@ -216,7 +217,7 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
         choosing(case, device, min_plain_tokens=minimum),
         chosen.to(device),
         heads=LatentHeads(weight_HXR=heads.weight_HXR.to(device), nope_dim=6, rope_dim=8),
-        scoring=Scoring(scale=0.3),
+        scoring=Scoring(scale=0.3, sinks_H=sinks_H.to(device)),
     ).cpu().view(len(query), 5, 10)  # fmt: skip
     for token in range(len(query)):
         seen = torch.arange(int(positions[token]) + 1)
@@ -227,7 +228,8 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
         wide = LatentHeads(weight_HXR=heads.weight_HXR.double(), nope_dim=6, rope_dim=8)
         keys_ChD, values_ChV = wide.keys_and_values(rows, slice(None))
         scores_hC = 0.3 * torch.einsum("hd,chd->hc", query[token].double(), keys_ChD)
-        want = torch.einsum("hc,chv->hv", scores_hC.softmax(-1), values_ChV)
+        weights_hC = torch.cat([scores_hC, sinks_H.double()[:, None]], dim=1).softmax(-1)[:, :-1]
+        want = torch.einsum("hc,chv->hv", weights_hC, values_ChV)
         unit = UNITS[dtypes[0]]
         torch.testing.assert_close(got[token].double(), want, rtol=10 * unit, atol=10 * unit)
 

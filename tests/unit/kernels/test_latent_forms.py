@@ -39,7 +39,13 @@ def absorbed(case: Case, heads: LatentHeads) -> Tensor:
     """By the kernel that reads nothing but the cache."""
     query = heads.absorb(case.query)
     result = append_and_attend_latent(
-        query, case.latent, case.cache.clone(), case.batch(), rank=heads.rank, scale=case.scale
+        query,
+        case.latent,
+        case.cache.clone(),
+        case.batch(),
+        rank=heads.rank,
+        scale=case.scale,
+        sinks_H=case.sinks,
     )
     return heads.up_project(result)
 
@@ -47,7 +53,13 @@ def absorbed(case: Case, heads: LatentHeads) -> Tensor:
 def plain(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Tensor:
     cache = case.cache.clone() if cache is None else cache
     return append_and_attend_up_projected(
-        case.query, case.latent, cache, case.batch(), heads=heads, scale=case.scale
+        case.query,
+        case.latent,
+        cache,
+        case.batch(),
+        heads=heads,
+        scale=case.scale,
+        sinks_H=case.sinks,
     )
 
 
@@ -55,7 +67,13 @@ def by_torch(case: Case, heads: LatentHeads, cache: Tensor | None = None) -> Ten
     cache = case.cache.clone() if cache is None else cache
     batch = PagedBatch.of(case.batch(), case.layout)
     return append_and_attend_latent_paged(
-        case.query, case.latent, cache, batch, heads=heads, scale=case.scale
+        case.query,
+        case.latent,
+        cache,
+        batch,
+        heads=heads,
+        scale=case.scale,
+        sinks_H=case.sinks,
     )
 
 
@@ -72,16 +90,25 @@ def exact(case: Case, heads: LatentHeads) -> Tensor:
         keys, values = wide.keys_and_values(cached, slice(None))
         scores = torch.einsum("qhd,chd->hqc", case.query[begin:end].double(), keys) * case.scale
         hidden = torch.arange(context) > torch.arange(context - (end - begin), context)[:, None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if case.sinks is not None:
+            sinks = case.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out.append(torch.einsum("hqc,chv->qhv", weights, values))
     return torch.cat(out)
 
 
-@covering(name=[*STEPS], shape=SHAPES)
+@covering(name=[*STEPS], shape=SHAPES, has_sinks=[False, True])
 def test_all_forms_are_the_exact_result(
-    name: str, shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    shape: tuple[int, int, int, int, int],
+    has_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, heads = make(STEPS[name], shape)
+    if has_sinks:
+        case.add_sinks()
     want = exact(case, heads)
     for attend in (absorbed, plain, by_torch):
         torch.testing.assert_close(attend(case, heads).double(), want, rtol=2e-5, atol=2e-5)
@@ -112,6 +139,7 @@ def test_both_leave_the_rows_in_the_cache(attend) -> None:  # type: ignore[no-un
 
 def test_what_does_not_fit_at_once_is_done_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     case, heads = make([(200, 150), (120, 1), (90, 90), (64, 1)], SHAPES[1])
+    case.add_sinks()
     want = exact(case, heads)
     monkeypatch.setattr(cpu_attention, "UP_PROJECTED_BYTES", 150_000)
     monkeypatch.setattr(torch_attention, "GATHERED_BYTES", 150_000)
