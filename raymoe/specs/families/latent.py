@@ -21,6 +21,12 @@ from raymoe.specs.families.rules import (
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
 
+_HY_V4_INDEXER = IndexerRule(
+    is_interleaved=False,
+    rotates_end=True,
+    key_norm_eps="rms_norm_eps",
+    sharing=SharingRule(),
+)
 # Hy4. The class takes head_dim from the rotated part and a KV head for each head, whatever is said.
 _HY_V4 = Family(
     architecture="HYV4ForCausalLM",
@@ -38,12 +44,7 @@ _HY_V4 = Family(
         "learnable_sink": (True,),
     },
     is_latent=True,
-    indexer=IndexerRule(
-        is_interleaved=False,
-        rotates_end=True,
-        key_norm_eps="rms_norm_eps",
-        sharing=SharingRule(),
-    ),
+    indexer=_HY_V4_INDEXER,
     full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
     qkv_bias="attention_bias",
     sinks="all",
@@ -184,7 +185,8 @@ LATENT_FAMILIES: Mapping[str, Family] = {
     "hy_v4_vl_text": dataclasses.replace(
         _HY_V4,
         architecture="HYV4VLForConditionalGeneration",
-        rope=RopeRule(has_sections=True),
+        rope=RopeRule(is_interleaved=True, has_sections=True),
+        indexer=dataclasses.replace(_HY_V4_INDEXER, is_interleaved=True),
         latent_norm_eps="rms_norm_eps",
     ),
     "youtu": Family(

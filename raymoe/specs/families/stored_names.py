@@ -646,7 +646,7 @@ _HY_V4_MODULES = Naming(
 _HY_V4_NAMINGS = (
     _HY_V4,
     _HY_V4_SAVED,
-    _hy_v4("hc_{}_layer.hc_fn", "hc_head.hc_head_"),
+    _hy_v4("hc_{}_layer.hc_fn", "hc_head.hc_pre.hc_head_"),
     _HY_V4_MODULES,
 )
 
