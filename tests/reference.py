@@ -26,6 +26,7 @@ from raymoe.specs.layer_weights import (
     LATENT_IN,
     LATENT_OUT,
     LAYER_SCALAR,
+    MERGE,
     RECURRENT,
     SHARED_RESULT_NORM,
     layer_prefix,
@@ -130,6 +131,9 @@ class _Residual:
     def add(self, result_TH: Tensor) -> None:
         self.hidden_TSH = self.hidden_TSH + (result_TH * self._multiplier)[:, None]
 
+    def merged(self) -> Tensor:
+        return self.hidden_TSH[:, 0]
+
 
 class _Streams:
     """A hidden state of several streams [T, S, H], and the factors of the block that reads it."""
@@ -139,29 +143,51 @@ class _Streams:
         self._model, self._spec = model, model.spec.streams
         self.hidden_TSH = embedded_TH[:, None].repeat(1, self._spec.count, 1)
 
-    def read(self, name: str) -> Tensor:
+    def merged(self) -> Tensor:
+        if self._spec.merge == "mean":
+            return self.hidden_TSH.mean(1)
+        (logits_TS,) = self._logits(MERGE, [self._spec.count])
+        weighted_TSH = (logits_TS.sigmoid() + self._spec.eps)[..., None] * self.hidden_TSH
+        return weighted_TSH.sum(1).to(self._model.dtype)
+
+    def _logits(self, name: str, sizes: list[int]) -> list[Tensor]:
+        """Parts of these sizes, each with a scale of its own."""
         spec, model, wide = self._spec, self._model, self._model._wide
         wide_TX = self.hidden_TSH.to(wide).flatten(1)
         normed_TX = wide_TX * torch.rsqrt(wide_TX.square().mean(1, keepdim=True) + spec.norm_eps)
         weight_FX, base_F, scale = (
             model._weight(f"{name}.{leaf}").to(wide) for leaf in ("weight", "base", "scale")
         )
-        sizes = [spec.count, spec.count, spec.count**2]
         parts = functional.linear(normed_TX, weight_FX).split(sizes, dim=1)
-        pre_TS, post_TS, matrix_TX = (
+        return [
             part * factor + base
             for part, factor, base in zip(parts, scale, base_F.split(sizes), strict=True)
-        )
-        self._post_TS1 = (2 * post_TS.sigmoid()).to(model.dtype)[..., None]
+        ]
+
+    def read(self, name: str) -> Tensor:
+        spec, model = self._spec, self._model
+        sizes = [spec.count, spec.count, spec.count**2][: spec.num_scales]
+        pre_TS, post_TS, *matrix = self._logits(name, sizes)
+        weighted_TSH = (pre_TS.sigmoid() + spec.eps)[..., None] * self.hidden_TSH
+        read_TH = weighted_TSH.sum(1).to(model.dtype)
+        self._post_TS1 = (spec.magnitude * post_TS.sigmoid())[..., None]
+        if spec.sinkhorn_iterations is None:
+            self._post_TS1 = self._post_TS1 + spec.eps
+            return read_TH
+        (matrix_TX,) = matrix
+        self._post_TS1 = self._post_TS1.to(model.dtype)
         matrix_TSS = matrix_TX.unflatten(1, (spec.count, spec.count)).softmax(-1) + spec.eps
         for step in range(2 * spec.sinkhorn_iterations - 1):
             axis = 1 if step % 2 == 0 else 2
             matrix_TSS = matrix_TSS / (matrix_TSS.sum(axis, keepdim=True) + spec.eps)
         self._matrix_TSS = matrix_TSS.to(model.dtype)
-        weighted_TSH = (pre_TS.sigmoid() + spec.eps)[..., None] * self.hidden_TSH
-        return weighted_TSH.sum(1).to(model.dtype)
+        return read_TH
 
     def add(self, result_TH: Tensor) -> None:
+        if self._spec.sinkhorn_iterations is None:
+            sum_TSH = self._post_TS1 * result_TH[:, None] + self.hidden_TSH.to(self._model._wide)
+            self.hidden_TSH = sum_TSH.to(self._model.dtype)
+            return
         mixed_TSH = torch.einsum("tjk,tjh->tkh", self._matrix_TSS, self.hidden_TSH)
         self.hidden_TSH = self._post_TS1 * result_TH[:, None] + mixed_TSH
 
@@ -236,7 +262,7 @@ class ReferenceModel:
             residual.add(ffn_TH)
             if layer.has_scalar:
                 residual.hidden_TSH *= self._weight(f"{prefix}{LAYER_SCALAR}")
-        normed_TH = self._norm(residual.hidden_TSH.mean(1), FINAL_NORM.removesuffix(".weight"))
+        normed_TH = self._norm(residual.merged(), FINAL_NORM.removesuffix(".weight"))
         head = EMBEDDING if spec.tie_word_embeddings else HEAD
         bias_V = self._weight(HEAD_BIAS) if spec.has_head_bias else None
         logits_TV = functional.linear(normed_TH, self._weight(head), bias_V) / spec.logits_divisor
@@ -375,7 +401,8 @@ class ReferenceModel:
             if not spec.indexer.is_shared:
                 self._chosen_TT = self._choice(normed_TH, query_TX, spec.indexer, prefix, rotation)
             scores_ATT = scores_ATT.masked_fill(~self._chosen_TT, float("-inf"))
-        weights_ATT = self._softmax(scores_ATT)
+        sinks_A = self._weight(f"{prefix}sinks") if spec.has_sinks else None
+        weights_ATT = self._softmax(scores_ATT, sinks_A=sinks_A)
         mixed_TAD = torch.einsum("ats,sad->tad", weights_ATT, value_TAD)
         mixed_TAD = self._gated(mixed_TAD, normed_TH, spec, prefix)
         return self._linear(mixed_TAD.flatten(1), f"{prefix}o_proj", has_bias=spec.has_bias)
@@ -405,11 +432,14 @@ class ReferenceModel:
         num_tokens, name = len(normed_TH), f"{prefix}indexer."
         norm = [self._weight(f"{name}k_norm.{part}") for part in ("weight", "bias")]
         key_TI = self._linear(normed_TH, f"{name}wk")
-        key_TI = functional.layer_norm(key_TI, (spec.head_dim,), *norm, 1e-6)
+        key_TI = functional.layer_norm(key_TI, (spec.head_dim,), *norm, spec.key_norm_eps)
         query_TX = self._linear(latent_TL, f"{name}wq_b")
         rotation = replace(rotation, is_interleaved=spec.is_interleaved)
-        key_T1I = rotation(key_TI[:, None])
-        query_TJI = rotation(query_TX.view(num_tokens, spec.num_heads, -1))
+        heads = [key_TI[:, None], query_TX.view(num_tokens, spec.num_heads, -1)]
+        if spec.rotates_end:
+            border = spec.head_dim - 2 * rotation.cosine.shape[1]
+            heads = [torch.cat([each[..., border:], each[..., :border]], -1) for each in heads]
+        key_T1I, query_TJI = map(rotation, heads)
         products_TJT = torch.einsum("tji,sxi->tjs", query_TJI, key_T1I).clamp_min(0)
         weight_TJ = self._linear(normed_TH, f"{name}weights_proj")
         scores_TT = torch.einsum("tj,tjs->ts", weight_TJ, products_TJT)

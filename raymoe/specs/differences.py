@@ -1,9 +1,10 @@
 """Where results differ from those of transformers on purpose: one entry for each case.
 
 A test for each computes both and fails when transformers no longer differs; then the entry goes.
+`FROM_OTHERS` has cases where transformers is followed, and other engines compute something else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from raymoe.specs.model import ModelSpec, MoeSpec
@@ -64,7 +65,28 @@ DIFFERENCES = (
 )
 
 
+FROM_OTHERS = (
+    Difference(
+        models="hy_v4",
+        what="the halves of rotated dimensions are rotated with each other, as in transformers "
+        "5.24; vLLM and SGLang rotate neighbouring dimensions, as transformers does for hy_v4_vl",
+        reason="what transformers computes decides",
+        source="apply_rotary_pos_emb in modeling_hy_v4.py of transformers",
+        concerns=lambda spec: spec.model_type == "hy_v4",
+    ),
+)
+
+
 def differences_of(spec: ModelSpec) -> list[str]:
     """What differs from transformers in this model, in sentences."""
-    found = (one for one in DIFFERENCES if one.concerns(spec))
+    return _sentences(DIFFERENCES, spec)
+
+
+def differences_from_others(spec: ModelSpec) -> list[str]:
+    """What differs from other engines, but not from transformers, in sentences."""
+    return _sentences(FROM_OTHERS, spec)
+
+
+def _sentences(differences: Iterable[Difference], spec: ModelSpec) -> list[str]:
+    found = (one for one in differences if one.concerns(spec))
     return [f"{one.what} ({one.reason}; {one.source})" for one in found]

@@ -57,7 +57,7 @@ def check(name: str, schedule: str, num_prompts: int | None, max_tokens: int) ->
 
 # Of each kind of layer one.
 QUICK = {
-    *("gpt_oss", "deepseek_v32", "llama4_text", "step3p7", "gemma4_text"),
+    *("gpt_oss", "deepseek_v32", "llama4_text", "step3p7", "gemma4_text", "hy_v4"),
 }
 
 

@@ -13,8 +13,10 @@ import transformers
 from torch import Tensor
 
 from raymoe.cli import run
+from raymoe.config import EngineConfig
+from raymoe.engine.engine import Engine
 from raymoe.memory.weights import WeightStore
-from raymoe.specs.differences import DIFFERENCES, differences_of
+from raymoe.specs.differences import DIFFERENCES, differences_from_others, differences_of
 from raymoe.specs.model import ModelSpec
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.driver import Driver, load_decoder
@@ -123,6 +125,23 @@ def test_a_model_that_differs_says_so(
     assert "differs from transformers" in printed
     (found,) = differences_of(ModelSpec.from_directory(tmp_path))
     assert NAMES[name] in found
+
+
+def test_hy4_says_that_other_engines_rotate_other_dimensions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(configuration("hy_v4: plain"), tmp_path)
+    assert run(["models", str(tmp_path)]) == 0
+    assert "differs from other engines" in capsys.readouterr().out
+    with Engine.from_pretrained(tmp_path, EngineConfig(dtype="float32")):
+        (line,) = (text for text in caplog.messages if "differs from" in text)
+    assert "rotate neighbouring dimensions" in line
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert "Of `hy_v4`, transformers 5.24 rotates" in page
+    (found,) = differences_from_others(ModelSpec.from_directory(tmp_path))
+    assert "halves" in found
+    with_images = {"model_type": "hy_v4_vl", "text_config": {}}
+    assert not differences_from_others(ModelSpec.from_config(with_images))
 
 
 def test_every_case_is_documented_and_has_a_model() -> None:

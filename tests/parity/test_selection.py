@@ -142,6 +142,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS, 11),
     "deepseek_v4": ("DeepseekV4Config", ENTRIES, 11),
+    "hy_v4": (
+        "HYV4Config",
+        {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"},
+        13,
+    ),
 }
 # Rows that begin the same, on both sides of what is chosen, and one far beyond it.
 LENGTHS = (2041, 2060, 6000)

@@ -7,6 +7,7 @@ Usage: python -m tests.unit.kernels.compile_streams CAPABILITY
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton.language as tl
@@ -35,6 +36,8 @@ def launches(hidden: int, dtype: torch.dtype) -> Iterator[Launch]:
     yield gated.norm_streams(hidden_TX, weight_X, gates_TX, 4, 1e-6)
     yield gated.read_gated(hidden_TX, gates_TX, delta_TH, 4)
     yield gated.add_gated(hidden_TX, delta_TH, logits_TF, 4)
+    unmixed = replace(SPEC, sinkhorn_iterations=None)
+    yield kernels.add_to_streams(hidden_TX, delta_TH, logits_TF, unmixed)
 
 
 def main(capability: int) -> None:

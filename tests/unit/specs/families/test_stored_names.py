@@ -297,6 +297,28 @@ def locate(spec: ModelSpec, stored: dict[str, tuple[int, ...]]) -> dict[str, Loc
     return locate_weights(spec, stored, dict.fromkeys(stored, "a.safetensors"))
 
 
+def test_all_tensors_of_hy4_are_found_as_published() -> None:
+    spec, stored = stored_by_transformers("hy_v4")
+    published = {}
+    for name, shape in stored.items():
+        theirs = re.sub(r"hc_pre\.(hc_\w+_layer)\.hc_", r"\1.hc_pre.hc_", name)
+        theirs = theirs.replace("model.hc_pre.hc_head.", "model.hc_head.")
+        published[re.sub(r"(mlp\.(shared_experts\.)?)linear_gate", r"\1gate_proj", theirs)] = shape
+    for name in (  # tencent/Hy4-preview
+        "model.hc_head.hc_head_fn",
+        f"{LAYER}hc_attn_layer.hc_pre.hc_fn",
+        f"{LAYER}hc_mlp_layer.hc_pre.hc_scale",
+        f"{LAYER}mlp.experts.gate_up_proj",
+        f"{LAYER}mlp.shared_experts.gate_proj.weight",
+        f"{LAYER}self_attn.learnable_sink_param",
+        f"{LAYER}self_attn.linear_gate.weight",
+    ):
+        assert name in published
+    unread = {"model.mtp_layers.0.eh_proj.weight": (48, 96)}
+    found = locate(spec, published | unread)
+    assert {location.name for location in found.values()} == published.keys()
+
+
 def test_every_naming_belongs_to_a_family() -> None:
     assert NAMINGS.keys() <= FAMILIES.keys()
 
