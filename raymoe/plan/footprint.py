@@ -11,7 +11,9 @@ from raymoe.units import GIB, MIB
 
 RUNTIME_BYTES = GIB  # interpreter, torch, tokenizer, request state
 DEVICE_RUNTIME_BYTES = 512 * MIB  # kernels, workspaces of matrix products, rounding
-DECODING_BYTES = 160 * MIB  # a block of a quantised matrix while it is dequantised, or of the head in float32
+DECODING_BYTES = (
+    160 * MIB
+)  # a block of a quantised matrix while it is dequantised, or of the head in float32
 SELECTION_BYTES = 320 * MIB  # scores of an indexer, absorbed queries and their results
 SCAN_BYTES = 256 * MIB  # matrices of the chunks of a prompt that are multiplied at once
 LOGIT_CHUNK_ROWS = 256

@@ -610,7 +610,6 @@ _V4_MODULES = Naming(
 )
 
 
-
 def _hy_v4(mixers: str, merge: str) -> Naming:
     """Names of Hy4, with these of the matrices of mixers and of the last sum."""
     return Naming(

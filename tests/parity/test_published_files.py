@@ -1,0 +1,250 @@
+"""Small checkpoints in the spelling and formats of published files: tokens are those of transformers.
+
+Matrices are drawn as codes and scales, so that what transformers loads, decoded, is exactly what
+the files say.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from raymoe.device.threads import set_num_threads
+from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import model_weights
+from tests.parity.driver import generate, load_decoder
+from tests.parity.fields import BASE
+
+NUM_TOKENS = 12
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1])
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+class Files:
+    """Tensors as they are published, and their values."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        self.stored: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def _exponents(self, rows: int, columns: int) -> Tensor:
+        """Powers of two as E8M0."""
+        drawn = torch.randint(-4, -1, (rows, columns), generator=self._random)
+        return (drawn + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+    def plain(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, std: float = 0.3
+    ) -> None:
+        drawn = torch.randn(shape, generator=self._random) * std
+        self.stored[name] = drawn.to(dtype)
+        self.values[name] = self.stored[name].float()
+
+    def fp8(self, module: str, shape: tuple[int, int], suffix: str) -> None:
+        """E4M3, and a scale for 128 x 128 elements."""
+        codes = torch.randn(shape, generator=self._random).to(torch.float8_e4m3fn)
+        scales = self._exponents(*(-(-size // 128) for size in shape))
+        wide = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        self.stored |= {f"{module}.weight": codes, module + suffix: scales}
+        self.values[f"{module}.weight"] = codes.float() * wide[: shape[0], : shape[1]]
+
+    def fp4(self, module: str, shape: tuple[int, int], suffix: str, dtype: torch.dtype) -> None:
+        """E2M1, two neighbours in a byte, and a scale for 32 elements of a row."""
+        rows, columns = shape
+        codes = torch.randint(16, shape, generator=self._random)
+        packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        scales = self._exponents(rows, columns // 32)
+        if dtype == torch.uint8:
+            scales = scales.view(torch.uint8)
+        self.stored |= {f"{module}.weight": packed.view(dtype), module + suffix: scales}
+        wide = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)
+        self.values[f"{module}.weight"] = E2M1[codes] * wide
+
+
+V4 = {
+    **{name: value for name, value in BASE.items() if name != "intermediate_size"},
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 136,
+    "o_groups": 2,
+    "o_lora_rank": 24,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 512,
+    "sliding_window": 20,
+    "compress_ratios": [0, 4, 128, 4, 0],  # the last one of a layer that is not read
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+
+
+def deepseek_v4(directory: Path) -> dict[str, Tensor]:
+    """Write files as those of DeepSeek-V4-Flash; return their values."""
+    config = V4 | {"expert_dtype": "fp4", "quantization_config": FP8}
+    (directory / "config.json").write_text(json.dumps(config))
+    files, hidden, rank, width = Files(1), 160, 136, 32
+    files.plain("embed.weight", (199, hidden), torch.bfloat16, 1.0)
+    files.plain("head.weight", (199, hidden), torch.bfloat16)
+    files.plain("norm.weight", (hidden,), torch.float32, 1.0)
+    files.plain("hc_head_fn", (4, 4 * hidden), torch.float32, 0.1)
+    files.plain("hc_head_base", (4,), torch.float32)
+    files.plain("hc_head_scale", (1,), torch.float32)
+    for layer, ratio in enumerate(V4["compress_ratios"][:4]):
+        _v4_layer(files, f"layers.{layer}.", ratio, is_by_token=layer == 0)
+    unread = Files(2)
+    _v4_layer(unread, "mtp.0.", 0, is_by_token=False)
+    for layer in (1, 3):
+        unread.fp8(f"layers.{layer}.attn.indexer.wq_b", (32, rank), ".scale")
+        unread.plain(
+            f"layers.{layer}.attn.indexer.weights_proj.weight", (2, hidden), torch.bfloat16
+        )
+        for part in ("wkv", "wgate"):
+            name = f"layers.{layer}.attn.indexer.compressor.{part}.weight"
+            unread.plain(name, (width, hidden), torch.bfloat16)
+    save_file(files.stored | unread.stored, directory / "model.safetensors")
+    return files.values
+
+
+def _v4_layer(files: Files, prefix: str, ratio: int, *, is_by_token: bool) -> None:
+    hidden, rank, width, experts = 160, 136, 32, 6
+    for name in ("attn_norm", "ffn_norm"):
+        files.plain(f"{prefix}{name}.weight", (hidden,), torch.float32, 1.0)
+    for block in ("attn", "ffn"):
+        files.plain(f"{prefix}hc_{block}_fn", (24, 4 * hidden), torch.float32, 0.1)
+        files.plain(f"{prefix}hc_{block}_base", (24,), torch.float32)
+        files.plain(f"{prefix}hc_{block}_scale", (3,), torch.float32)
+    matrices = {
+        "wq_a": (rank, hidden),
+        "wq_b": (6 * width, rank),
+        "wkv": (width, hidden),
+        "wo_a": (2 * 24, 3 * width),
+        "wo_b": (hidden, 2 * 24),
+    }
+    for name, shape in matrices.items():
+        files.fp8(f"{prefix}attn.{name}", shape, ".scale")
+    files.plain(f"{prefix}attn.q_norm.weight", (rank,), torch.float32, 1.0)
+    files.plain(f"{prefix}attn.kv_norm.weight", (width,), torch.float32, 1.0)
+    files.plain(f"{prefix}attn.attn_sink", (6,), torch.float32, 1.0)
+    if ratio:
+        pooled = width * (2 if ratio == 4 else 1)
+        for part in ("wkv", "wgate"):
+            name = f"{prefix}attn.compressor.{part}.weight"
+            files.plain(name, (pooled, hidden), torch.bfloat16)
+        files.plain(f"{prefix}attn.compressor.ape", (ratio, pooled), torch.float32)
+        files.plain(f"{prefix}attn.compressor.norm.weight", (width,), torch.float32, 1.0)
+    files.plain(f"{prefix}ffn.gate.weight", (experts, hidden), torch.bfloat16)
+    if is_by_token:
+        order = torch.rand(199, experts, generator=torch.Generator().manual_seed(3)).argsort(1)
+        name = f"{prefix}ffn.gate.tid2eid"
+        files.stored[name] = files.values[name] = order[:, :2].clone()
+    else:
+        files.plain(f"{prefix}ffn.gate.bias", (experts,), torch.float32)
+    for part, shape in (("w1", (96, hidden)), ("w2", (hidden, 96)), ("w3", (96, hidden))):
+        files.fp8(f"{prefix}ffn.shared_experts.{part}", shape, ".scale")
+        for expert in range(experts):
+            module = f"{prefix}ffn.experts.{expert}.{part}"
+            files.fp4(module, shape, ".scale", torch.int8)
+
+
+def of_transformers(
+    config: dict[str, Any], values: dict[str, Tensor], directory: Path
+) -> transformers.PreTrainedModel:
+    """The model whose weights have these values, in float32."""
+    directory.mkdir()
+    unquantised = {
+        name: value
+        for name, value in config.items()
+        if name not in {"expert_dtype", "quantization_config", "torch_dtype"}
+    }
+    (directory / "config.json").write_text(json.dumps(unquantised))
+    save_file({name: value.contiguous() for name, value in values.items()},
+              directory / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True)
+    return model.eval()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(199, (n,), generator=generator).tolist() for n in (1, 9, 33, 70, 140)]
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+def test_deepseek_v4_has_the_tokens_of_its_decoded_weights(tmp_path: Path) -> None:
+    values = deepseek_v4(tmp_path)
+    model = of_transformers(V4, values, tmp_path / "decoded")
+    expected = [greedy(model, prompt) for prompt in prompts()]
+    assert generate(load_decoder(tmp_path), prompts(), NUM_TOKENS) == expected
+    assert len({tuple(row) for row in expected}) == len(expected)
+
+
+def test_formats_of_deepseek_v4_are_those_of_its_files(tmp_path: Path) -> None:
+    deepseek_v4(tmp_path)
+    spec = ModelSpec.from_directory(tmp_path)
+    found = {
+        re.sub(r"\d+", "N", name): getattr(spec.format_of(name, shape), "name", None)
+        for name, shape in model_weights(spec).items()
+    }
+    assert {name for name, form in found.items() if form == "mxfp4"} == {
+        f"model.layers.N.mlp.experts.N.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    attention = ("q_a", "q_b", "kv", "o_a", "o")
+    assert {name for name, form in found.items() if form == "fp8_block"} == {
+        *(f"model.layers.N.self_attn.{part}_proj.weight" for part in attention),
+        *(
+            f"model.layers.N.mlp.shared_expert.{part}_proj.weight"
+            for part in ("gate", "up", "down")
+        ),
+    }
