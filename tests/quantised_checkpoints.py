@@ -1,6 +1,7 @@
 """Tiny quantised checkpoints, each beside the plain one of the numbers that it stands for."""
 
 import atexit
+import copy
 import functools
 import json
 import re
@@ -30,6 +31,7 @@ from raymoe.specs.weight_format import (
 from tests.parity.configurations import Configuration
 from tests.parity.fields import BASE
 from tests.parity.oracle import make_model
+from tests.parity.wrapper_families import WRAPPER_FAMILIES
 from tests.quantisers import quantise
 
 _PROJECTION = re.compile(r"(_proj|_mqa|\.dense|\.w[123])\.weight$")
@@ -47,6 +49,7 @@ class QuantisedCase:
         excluded: Parts of the names of projections that are not quantised.
         experts: How the experts are stored, if it is another way.
         extra: Ends of names of scales that are stored with each matrix, and not read.
+        unread: Parts of names of other tensors that are not read.
         seed: Of weights, orders and zero points.
     """
 
@@ -58,6 +61,7 @@ class QuantisedCase:
     outer: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     experts: WeightFormat | None = None
+    unread: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     scale_dtype: torch.dtype = torch.float16
     seed: int = 0
@@ -121,6 +125,10 @@ _LING = {
 }
 _PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
+_PARTS = ("gate", "up", "down")
+_GLM_WITH_IMAGES = copy.deepcopy(WRAPPER_FAMILIES["glm5_next"][0])
+_GLM_WITH_IMAGES |= copy.deepcopy(WRAPPER_FAMILIES["glm5_next"][1]["plain"])
+_GLM_WITH_IMAGES["text_config"] |= {"moe_intermediate_size": 48}
 CASES = [
     QuantisedCase(
         name="fp8 blocks, odd sizes",
@@ -347,6 +355,31 @@ CASES = [
             "ignore": ["lm_head", "re:.*block_sparse_moe.gate"],
         },
         fields=_MIXTRAL,
+        extra=(".input_global_scale",),
+    ),
+    QuantisedCase(  # RedHatAI/GLM-5.3-Flash-NVFP4, with names of the whole model
+        name="nvfp4 of compressed-tensors, within a model with images",
+        family="glm5_next",
+        stored=Nvfp4(is_divided=True),
+        config=_PACKED
+        | {
+            "format": "nvfp4-pack-quantized",
+            "config_groups": _group(
+                "tensor_group", group_size=16, type="float", scale_dtype="torch.float8_e4m3fn"
+            ),
+            "ignore": [
+                *("lm_head", "re:.*visual.*", "re:.*self_attn.*", "re:.*mlp.gate$"),
+                *(f"model.language_model.layers.0.mlp.{part}_proj" for part in _PARTS),
+                *(
+                    f"model.language_model.layers.{i}.mlp.shared_experts.{part}_proj"
+                    for i in (1, 2, 3)
+                    for part in _PARTS
+                ),
+            ],
+        },
+        fields=_GLM_WITH_IMAGES,
+        excluded=("visual", "self_attn", "layers.0.", "shared_experts"),
+        unread=("visual.", ".indexer."),
         extra=(".input_global_scale",),
     ),
     QuantisedCase(

@@ -268,8 +268,8 @@ def append_and_attend_latent(
 ) -> Tensor:
     """Append the latent rows of the step to the cache, then attend causally; returns [T, H, R].
 
-    Precision, order of sums, sinks and errors are those of `append_and_attend`. `query_THW` holds each
-    head's absorbed query and rotated part, `latent_TW` the latent and rotated key of each token;
+    Precision, order of sums, sinks and errors are those of `append_and_attend`. `query_THW` holds
+    each head's absorbed query and rotated part, `latent_TW` the latent and rotated key of a token;
     `cache` [N, B, W] has the layout of `LatentLayout`. Results are sums of the first `rank`
     elements of the rows.
     """
@@ -373,12 +373,17 @@ def append_and_attend_up_projected(
         new = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_table[sequence, : -(-context // BLOCK_TOKENS)].long()
         rows_CW = cache[blocks].flatten(0, 1)[:context].to(query_THD.dtype)
-        out_THV[new] = _attend(query_THD[new], rows_CW, heads, scale, sinks_H)
+        out_THV[new] = _attend(query_THD[new], rows_CW, heads, scale=scale, sinks_H=sinks_H)
     return out_THV
 
 
 def _attend(
-    query_QHD: Tensor, rows_CW: Tensor, heads: LatentHeads, scale: float, sinks_H: Tensor | None
+    query_QHD: Tensor,
+    rows_CW: Tensor,
+    heads: LatentHeads,
+    *,
+    scale: float,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     num_heads, context = query_QHD.shape[1], len(rows_CW)
     dim, value_dim = (-(-size // 8) * 8 for size in (heads.query_dim, heads.value_dim))
@@ -395,8 +400,8 @@ def _attend(
             _padded(query_QHD[:, some], dim),
             _padded(keys_ChD, dim),
             _padded(values_ChV, value_dim),
-            scale,
-            None if sinks_H is None else sinks_H[some],
+            scale=scale,
+            sinks_h=None if sinks_H is None else sinks_H[some],
         )
         attended_QhV = attended_QX.view(len(query_QHD), -1, value_dim)
         out_QHV[:, some] = attended_QhV[..., : heads.value_dim]
@@ -407,6 +412,7 @@ def _attend_up_projected(
     query_QhD: Tensor,
     keys_ChD: Tensor,
     values_ChV: Tensor,
+    *,
     scale: float,
     sinks_h: Tensor | None,
 ) -> Tensor:

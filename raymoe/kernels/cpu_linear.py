@@ -3,7 +3,7 @@
 O outputs, I inputs, F intermediate size of an expert, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -217,14 +217,13 @@ def multiply_unrounded(
     """Compute x W^T + b in float32, of which `out` is, for pieces of the matrix at a time."""
     outputs, inputs = weight_OI.shape
     wide_TI = input_TI.float()
+    pieces: Iterator[tuple[slice, Weight]]
     if isinstance(weight_OI, StoredMatrix):
-        pieces = row_blocks(weight_OI)
+        pieces = iter(row_blocks(weight_OI))
     else:
         at_once = max(1, _WIDENED_ELEMENTS // inputs)
-        pieces = (
-            (rows, weight_OI[rows])
-            for rows in (slice(first, first + at_once) for first in range(0, outputs, at_once))
-        )
+        ranges = (slice(first, first + at_once) for first in range(0, outputs, at_once))
+        pieces = ((rows, weight_OI[rows]) for rows in ranges)
     for rows, piece in pieces:
         bias = None if bias_O is None else bias_O[rows].float()
         wide_OI = as_tensor(piece, input_TI.dtype).float()

@@ -1,4 +1,4 @@
-"""Small checkpoints in the spelling and formats of published files: tokens are those of transformers.
+"""Small checkpoints in the spelling and formats of published files: tokens of transformers.
 
 Matrices are drawn as codes and scales, so that what transformers loads, decoded, is exactly what
 the files say.

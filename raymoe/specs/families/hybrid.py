@@ -331,6 +331,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         has_layer_types=True,
         recurrent=dataclasses.replace(_KIMI_DELTA, decay_bound="linear_lower_bound"),
+        module_names=(("linear_attn.", "self_attn."),),
         clamp=_SWIGLU_LIMIT,
         moe=dataclasses.replace(SIGMOID_EXPERTS, sparse_layers="listed", clamp=_SWIGLU_LIMIT),
     ),

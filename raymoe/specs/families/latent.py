@@ -51,6 +51,7 @@ _HY_V4 = Family(
     gate="sigmoid",
     streams=StreamsRule(sinkhorn_iterations=None, magnitude="hc_magnitude", merge="weighted"),
     has_float_head=True,
+    module_names=(("self_attn.g_proj", "self_attn.linear_gate"),),
     moe=dataclasses.replace(
         SIGMOID_EXPERTS,
         sparse_layers="listed",

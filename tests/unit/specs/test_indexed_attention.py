@@ -1,5 +1,7 @@
 """Families that choose the tokens of long contexts: their indexers, and what these keep."""
 
+import math
+
 import pytest
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
@@ -120,6 +122,88 @@ def test_published_configurations_keep_index_keys_and_run_up_to_their_positions(
     assert [isinstance(layer.ffn, DenseSpec) for layer in spec.layers[:4]] == [True] * 3 + [False]
     # Model cards say 744e9 and 671e9.
     assert spec.num_parameters == pytest.approx(total, rel=0.005)
+
+
+# What is known of the configuration of tencent/Hy4-preview: documents and tests that quote it.
+HY4 = {
+    "architectures": ["HYV4ForCausalLM"],
+    "dtype": "bfloat16",
+    "enable_ihc": True,
+    "enable_lm_head_fp32": True,
+    "first_k_dense_replace": 1,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "hc_eps": 1e-6,
+    "hc_magnitude": 2.0,
+    "hc_mult": 4,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_types": ["shared" if i % 4 != 1 and i else "full" for i in range(78)],
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "layer_types": ["deepseek_sparse_attention"] * 78,
+    "learnable_sink": True,
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 77,
+    "model_type": "hy_v4",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "swiglu_limit": 10.0,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 120832,
+}
+
+
+def test_hy4_has_the_streams_sinks_and_sizes_of_its_documents() -> None:
+    spec = ModelSpec.from_config(HY4)
+    assert spec == ModelSpec.from_config(
+        {name: value for name, value in HY4.items() if name != "indexer_types"}
+    )
+    assert spec.num_parameters == pytest.approx(770e9, rel=0.01)
+    assert spec.num_active_parameters == pytest.approx(49e9, rel=0.02)
+    # 156 mixers of 196,618 numbers and the last sum: what its index has in all.
+    mixers = [shape for name, shape in model_weights(spec).items() if "mixer" in name]
+    assert sum(map(math.prod, mixers)) == 30_770_717
+    full = [i for i, one in enumerate(indexers(HY4)) if not one.is_shared]
+    assert full == [0, *range(1, 78, 4)]
+    streams = spec.streams
+    assert (streams.count, streams.num_factors, streams.merge) == (4, 8, "weighted")
+    assert all(layer.attention.has_sinks for layer in spec.layers)
+    assert [ffn.clamp is None for ffn in (spec.layers[0].ffn, spec.layers[1].ffn.shared)] == [
+        True,
+        True,
+    ]
+    assert spec.layers[1].ffn.clamp.limit == 10.0
+    assert spec.has_float_head
+
+
+def test_hy4_names_its_gate_where_modules_are_excluded() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 |= {"modules_to_not_convert": ["linear_gate", "lm_head"]}
+    spec = ModelSpec.from_config(HY4 | {"quantization_config": fp8})
+    attention = "model.layers.3.self_attn."
+    assert spec.format_of(f"{attention}g_proj.weight", (64, 64)) is None
+    assert spec.format_of(f"{attention}o_proj.weight", (64, 64)) is not None
+    for mixer in ("attention_mixer", "ffn_mixer"):
+        assert spec.format_of(f"model.layers.3.{mixer}.weight", (64, 64)) is None
+    assert spec.format_of("model.merge_mixer.weight", (64, 64)) is None
 
 
 def indexers(config, **changes):
