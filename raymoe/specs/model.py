@@ -394,7 +394,7 @@ class ModelSpec:
         embedding, residual, logits = _multipliers(fields, hidden_size)
         rms_norm_eps = fields.number_or_none(family.rms_norm_eps)
         head = head_of(config)
-        spec = cls(
+        return cls(
             model_type=model_type,
             name=name,
             hidden_size=hidden_size,
@@ -420,8 +420,7 @@ class ModelSpec:
             wrapper=part.wrapper,
             media_tokens=part.media_tokens,
             is_multi_label=config.get("problem_type") == "multi_label_classification",
-        )
-        return spec.with_head(head)
+        ).with_head(head)
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
