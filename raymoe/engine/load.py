@@ -159,8 +159,7 @@ def _load_parts(
         device_memory = _device_memory(spec)
     try:
         weights = open_weights(spec, directory, config)
-        if isinstance(weights, WeightStore):
-            spec = spec.with_table_dtype(weights.table_dtype())
+        spec = _with_table_dtype(spec, weights)
         on_host = None
         if device != "cpu" and config.may_leave_gpu_idle:
             on_host = dataclasses.replace(config, device="cpu")
@@ -423,6 +422,13 @@ def _check_schedule(config: EngineConfig, device: str) -> None:
             f"policy.device is given, but the device {device!r} has no memory of its own; leave "
             "policy.device out, or choose the device 'cuda' or 'emulated'"
         )
+
+
+def _with_table_dtype(spec: ModelSpec, weights: Weights) -> ModelSpec:
+    """Tables of n-grams keep the type that they are stored in."""
+    if not isinstance(weights, WeightStore):
+        return spec
+    return spec.with_table_dtype(weights.table_dtype())
 
 
 def _check_ranks(num_ranks: int, device: str) -> None:

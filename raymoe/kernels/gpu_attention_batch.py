@@ -413,8 +413,6 @@ class CompressedTokens:
         )
 
 
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChoosingBatch:
     """An `AttentionBatch` in which some tokens see more blocks than an indexer chooses.

@@ -355,7 +355,7 @@ class CompressedLayout:
 
     def index_views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Index keys of entries [N, E, I], and their sums [M, A, 3, I], as in `views`."""
-        slots = self._slots(cache)
+        slots = self.slots(cache)
         sums = slots[:, self._row_bytes + self._sum_bytes(self.width) :].view(torch.float32)
         blocks_NX = self._blocks(cache)[:, self.block_entries * self.width :]
         return (

@@ -94,7 +94,7 @@ def add_to_streams_(
     count, dtype = spec.count, hidden_TX.dtype
     post_TS1 = (spec.magnitude * logits_TF[:, count : 2 * count].sigmoid())[..., None]
     if not spec.is_mixed:
-        for rows in _pieces(len(hidden_TX)):
+        for rows in row_pieces(len(hidden_TX)):
             streams_TSH = _streams(hidden_TX[rows], count).float()
             added_TSH = (post_TS1[rows] + spec.eps) * delta_TH[rows, None].float()
             hidden_TX[rows] = (added_TSH + streams_TSH).to(dtype).flatten(1)

@@ -129,14 +129,13 @@ class CompressedAttention(OneForm):
                 pooling=self._on_host.pooling,
             )  # fmt: skip
         if self._indexer is not None:
-            self._append_index_keys(self._indexer.index_of(projected, is_on_host=True), cache, batch)
+            index = self._indexer.index_of(projected, is_on_host=True)
+            self._append_index_keys(index, cache, batch)
         indices = CompressedBatch.of(batch, self._layout, self._spec.num_heads)
         keep_rows(projected.key_TGD[:, 0], rows_MRW, indices)
 
-    def _append_index_keys(
-        self, index: EntryIndex, cache: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """The same for the index keys of entries; returns all, [N, E, I]."""
+    def _append_index_keys(self, index: EntryIndex, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Append the index keys of entries on the host; return all, [N, E, I]."""
         keys_and_sums = self._layout.index_views(cache)
         pool_entries(
             index.pooled_TX, keys_and_sums, batch,

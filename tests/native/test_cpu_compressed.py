@@ -351,11 +351,12 @@ class Pool:
                 slots=torch.tensor([2, 0, 1], dtype=torch.int32),
             )
             parts = [values[each] for values, each in zip(self.pooled, ranges, strict=True)]
+            entries_NEW, _, sums_MA3W = self.layout.views(cache)
             pool_entries(
                 torch.cat(parts),
-                cache,
+                (entries_NEW, sums_MA3W),
                 batch,
-                layout=self.layout,
+                ratio=self.layout.ratio,
                 tables=self.tables,
                 pooling=self.pooling,
             )
