@@ -349,7 +349,7 @@ class CompressedLayout:
         end = self._row_bytes + self._sum_bytes(self.width)
         sums = slots[:, self._row_bytes : end].view(torch.float32)
         sums_MA3W = sums.view(num_slots, self.num_sums, 3, self.width)
-        blocks_NX = self._blocks(cache)[:, : self.block_entries * self.width]
+        blocks_NX = self.blocks(cache)[:, : self.block_entries * self.width]
         entries_NEW = blocks_NX.view(len(blocks_NX), self.block_entries, self.width)
         return entries_NEW, rows_MRW, sums_MA3W
 
@@ -357,14 +357,14 @@ class CompressedLayout:
         """Index keys of entries [N, E, I], and their sums [M, A, 3, I], as in `views`."""
         slots = self.slots(cache)
         sums = slots[:, self._row_bytes + self._sum_bytes(self.width) :].view(torch.float32)
-        blocks_NX = self._blocks(cache)[:, self.block_entries * self.width :]
+        blocks_NX = self.blocks(cache)[:, self.block_entries * self.width :]
         return (
             blocks_NX.view(len(blocks_NX), self.block_entries, self.index_dim),
             sums.view(len(slots), self.num_sums, 3, self.index_dim),
         )
 
-    def _blocks(self, cache: Tensor) -> Tensor:
-        """The blocks as elements [N, X]."""
+    def blocks(self, cache: Tensor) -> Tensor:
+        """The blocks, entries and then their index keys, as elements [N, X]."""
         if not self.block_bytes:
             return cache[:0].view(self.dtype).view(0, 0)
         num_blocks = len(cache) // self.block_bytes

@@ -281,7 +281,7 @@ class StreamedMemory:
         if not isinstance(layout, CompressedLayout):
             copies = Copies.of_runs(staged, cache, staging.runs_N3, is_pinned=is_pinned)
             return self._writing(task, state, copies, staged[: staging.num_blocks])
-        (blocks, *_), (cached, *_) = layout.views(staged), layout.views(cache)
+        blocks, cached = layout.blocks(staged), layout.blocks(cache)
         slots, of_host = layout.slots(staged), layout.slots(cache)
         # The first slot is the last one in memory.
         runs_N3 = [len(of_host) - 1, len(slots) - 1, 2] - staging.states_N3
