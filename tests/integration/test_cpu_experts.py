@@ -35,7 +35,7 @@ def on_cores(placement: str, fraction: float = 0.4) -> DevicePolicy:
 @pytest.mark.parametrize(
     ("schedule", "placement", "scenario"),
     [
-        ("micro_batches", "ring", "mixed lengths"),
+        pytest.param("micro_batches", "ring", "mixed lengths", marks=pytest.mark.slow),
         pytest.param("micro_batches", "resident share", "long prompt", marks=pytest.mark.slow),
         ("cgopipe", "pages", "preemption"),
         pytest.param("module_batching", "staged", "mixed lengths", marks=pytest.mark.slow),

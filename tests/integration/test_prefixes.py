@@ -56,6 +56,7 @@ def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
     assert all(row.num_cached_tokens > row.num_input_tokens - 40 for row in again)
 
 
+ENTRIES = "deepseek_v4: windows of 8 and 64 tokens, one expert"
 HYBRIDS = (
     "qwen3_next: convolution of 2, one KV head, top-3",
     "qwen3_5_moe_text: attention first, tied, biases, top-1",
@@ -66,7 +67,7 @@ HYBRIDS = (
     "bailing_hybrid: attention first, latent queries, biases, no dense layer",
     "lfm3: windows first, a convolution of 3 with biases, biases, tied",
     "glm5_next: three streams divided once, large epsilon, decay without a bound",
-    "deepseek_v4: windows of 8 and 64 tokens, one expert",
+    ENTRIES,
     "qwen4_exp_text: two tables, the first before all layers, in uneven tensors",
 )
 HEADS, TAILS, NUM_ROWS, NUM_TOKENS = (101, 70, 133), (9, 31, 2, 17, 30, 9), 12, 12
@@ -153,12 +154,12 @@ def test_rows_share_states_and_have_the_tokens_of_transformers():
 
 
 def test_rows_share_states_beside_entries_of_blocks():
-    check_hybrid(HYBRIDS[-1], "short chunks", "cpu")
+    check_hybrid(ENTRIES, "short chunks", "cpu")
 
 
 def test_states_beside_entries_stay_on_the_host_where_weights_stream():
     with pytest.raises(ConfigError, match="a state and KV at once"):
-        hybrid_engine(HYBRIDS[-1], "on the device")
+        hybrid_engine(ENTRIES, "on the device")
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_every_schedule_and_placement(schedule: str, placement: str) -> None:
     [
         ("windows of 8 and 64 tokens, one expert", "cgopipe", "mixed lengths", "pages"),
         pytest.param("plain", "vslpipe", "long prompt", "staged", marks=pytest.mark.slow),
-        ("plain", "micro_batches", "preemption", "ring"),
+        pytest.param("plain", "micro_batches", "preemption", "ring", marks=pytest.mark.slow),
         pytest.param(
             "long windows first, none by token ids, two tokens as they are",
             "flexgen_s3",
@@ -253,11 +253,11 @@ def check_states(name: str, schedule: str, scenario: str, placement: str) -> Non
         pytest.param(WITH_STATES[0], "cgopipe", "long prompt", "pages", marks=pytest.mark.slow),
         (WITH_STATES[0], "flexgen_s4", "preemption", "resident share"),
         (WITH_STATES[1], "micro_batches", "mixed lengths", "ring"),
-        (WITH_STATES[2], "flexgen_s3", "early end", "staged"),
+        pytest.param(WITH_STATES[2], "flexgen_s3", "early end", "staged", marks=pytest.mark.slow),
         (WITH_STATES[3], "module_batching", "mixed lengths", "pages"),
         (WITH_STATES[4], "vslpipe", "long prompt", "ring"),
-        (WITH_STATES[5], "cgopipe", "preemption", "pages"),
-        (WITH_STATES[6], "cgopipe", "preemption", "staged"),
+        pytest.param(WITH_STATES[5], "cgopipe", "preemption", "pages", marks=pytest.mark.slow),
+        pytest.param(WITH_STATES[6], "cgopipe", "preemption", "staged", marks=pytest.mark.slow),
         (WITH_STATES[7], "cgopipe", "preemption", "ring"),
     ],
 )

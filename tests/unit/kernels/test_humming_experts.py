@@ -140,6 +140,7 @@ def test_experts_without_tokens_and_no_tokens() -> None:
     assert experts_of(case)(*none).shape == (0, case.hidden)
 
 
+@pytest.mark.slow
 def test_groups_add_up_to_all_experts_whatever_rows_are_computed_at_once() -> None:
     """Expert 5 has more rows than are computed at once; the last programs of it have none."""
     routes = [[5, token % 5] for token in range(140)]

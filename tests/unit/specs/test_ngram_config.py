@@ -144,7 +144,7 @@ def stored_of(*, has_scale: bool) -> dict[str, tuple[int, ...]]:
     return stored
 
 
-@pytest.mark.parametrize("has_scale", [False, True])
+@pytest.mark.parametrize("has_scale", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_name_of_the_published_index_has_its_place(has_scale: bool) -> None:
     spec = make(num_hidden_layers=4, layer_types=CONFIG["text_config"]["layer_types"][:4])
     stored = stored_of(has_scale=has_scale)
