@@ -20,6 +20,7 @@ from raymoe.specs.layer_weights import (
     EMBEDDING,
     GROUPED_OUTPUT,
     HEAD,
+    INDEXER,
     KV_UP,
     LATENT_IN,
     MIXERS,
@@ -58,6 +59,7 @@ _READERS = (
     (ROUTER, "router"),
     (KV_UP, "up_project"),
     (POSITION_BIAS, "added"),
+    (f"{INDEXER}position_bias", "added"),
     (LATENT_IN, "post"),
     *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
     *((name, "mixers") for name in MIXERS),
@@ -100,7 +102,7 @@ class RecentRows(NamedTuple):
             window=attention.sliding_window,
             pair_flop=attention.row_flop,
             row_bytes=bytes_per_element * attention.head_dim,
-            pooled_bytes=bytes_per_element * 2 * attention.pooled_width,
+            pooled_bytes=bytes_per_element * 2 * attention.summed_width,
             sum_bytes=attention.sum_bytes,
         )
 

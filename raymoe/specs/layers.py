@@ -640,6 +640,11 @@ class CompressedAttentionSpec:
         return self.num_sums * self.head_dim
 
     @property
+    def summed_width(self) -> int:
+        """Values of a token that are pooled, those of index keys included."""
+        return self.pooled_width + self.num_sums * self.index_head_dim
+
+    @property
     def query_width(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -663,13 +668,12 @@ class CompressedAttentionSpec:
     def working_width(self) -> int:
         """Elements per token that a host holds, those of pooled float32 values counted twice."""
         rows = self.prompt_width + self.head_dim + self.index_width
-        return 2 * rows + 8 * (self.pooled_width + self.num_sums * self.index_head_dim)
+        return 2 * rows + 8 * self.summed_width
 
     @property
     def sum_bytes(self) -> int:
         """Bytes of the float32 sums of open windows."""
-        num_sums = 3 * (self.pooled_width + self.num_sums * self.index_head_dim)
-        return STATE_BYTES["float32"] * num_sums
+        return STATE_BYTES["float32"] * 3 * self.summed_width
 
     def state_bytes(self, bytes_per_element: int) -> int:
         """Bytes that a sequence keeps: its last rows, and sums of open windows."""
@@ -678,7 +682,7 @@ class CompressedAttentionSpec:
     @property
     def token_flop(self) -> int:
         """Operations of a token on the sums of its windows."""
-        return 8 * self.pooled_width
+        return 8 * self.summed_width
 
     @property
     def row_flop(self) -> int:

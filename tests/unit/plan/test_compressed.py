@@ -32,6 +32,12 @@ WINDOW, CSA, HCA = 0, 2, 3  # a layer of each kind; there are 2, 21 and 20
 ROW_FLOP = 2 * 2 * 64 * 512  # of a token and a row that it sees: two products of 64 heads
 # Bytes of a row or entry, and of a sum: maximum, weight and weighted sum, each float32.
 ROW_BYTES, SUM_BYTES = 2 * 512, 3 * 4 * 512
+# An entry of CSA has an index key of 128 elements, which is pooled in the same way. As with any
+# indexer, what reads an entry counts its index key, though a token of a short context chooses none.
+KEY_BYTES, KEY_SUM_BYTES = 2 * 128, 3 * 4 * 128
+CSA_ENTRY_BYTES, CSA_SUM_BYTES = ROW_BYTES + KEY_BYTES, SUM_BYTES + KEY_SUM_BYTES
+TOKEN_BYTES = 21 * CSA_ENTRY_BYTES // 4 + 20 * ROW_BYTES // 32  # of all layers, in blocks
+ALL_SUM_BYTES = 21 * 2 * CSA_SUM_BYTES + 20 * SUM_BYTES
 
 
 def decoding(rows: int, context: int) -> StepCost:
@@ -44,27 +50,34 @@ def seconds(cost: StepCost, op: Op, resource: Resource, layer: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layer", "entries", "num_sums"), [(WINDOW, 0, 0), (CSA, 256, 2), (HCA, 8, 1)]
+    ("layer", "entries", "entry_bytes", "sum_bytes"),
+    [
+        (WINDOW, 0, 0, 0),
+        (CSA, 256, 256 * CSA_ENTRY_BYTES, 2 * CSA_SUM_BYTES),
+        (HCA, 8, 32 * ROW_BYTES, SUM_BYTES),
+    ],
 )
 def test_a_decoding_token_reads_its_window_and_the_entries_before_it(
-    layer: int, entries: int, num_sums: int
+    layer: int, entries: int, entry_bytes: int, sum_bytes: int
 ) -> None:
     """At 1,024 tokens of context; of an entry of 128 tokens a block keeps four places."""
     work = WORK.layers[layer].attention(MicroBatchShape.decode(10, 1024).host)
-    places = 32 if layer == HCA else entries
     assert work.decode_flop == 10 * (128 + entries) * ROW_FLOP
     assert work.prompt_flop == 0
-    assert work.read_bytes == 10 * (128 + places) * ROW_BYTES
-    assert WORK.layers[layer].updated_bytes == num_sums * SUM_BYTES
-    assert WORK.layers[layer].state_bytes == 128 * ROW_BYTES + num_sums * SUM_BYTES
+    assert work.read_bytes == 10 * (128 * ROW_BYTES + entry_bytes)
+    assert WORK.layers[layer].updated_bytes == sum_bytes
+    assert WORK.layers[layer].state_bytes == 128 * ROW_BYTES + sum_bytes
+    assert WORK.layers[layer].state_flop == 8 * sum_bytes / 12  # of three float32 numbers
 
 
 def test_a_row_of_1024_takes_what_arithmetic_says() -> None:
-    """1.45 GFLOP and 11.3 MB of a step, and 128 operations for each byte."""
+    """1.45 GFLOP and 13.2 MB of a step, index keys included: 110 operations for each byte."""
     row = attention(WORK, 1024)
-    assert row.flop == pytest.approx(1.45e9, rel=5e-3)
-    assert row.near_bytes == pytest.approx(11.8e6, rel=5e-3)
-    assert row.near_intensity == pytest.approx(128, rel=0.05)
+    flop = (43 * 128 + 21 * 256 + 20 * 8) * ROW_FLOP
+    read = 43 * 128 * ROW_BYTES + 21 * 256 * CSA_ENTRY_BYTES + 20 * 32 * ROW_BYTES
+    assert row.flop == flop == pytest.approx(1.45e9, rel=5e-3)
+    assert row.near_bytes == read == pytest.approx(13.2e6, rel=5e-3)
+    assert row.near_intensity == flop / read == pytest.approx(110, rel=5e-3)
 
 
 def test_a_prompt_sees_half_of_its_entries_and_its_window() -> None:
@@ -77,9 +90,11 @@ def test_a_prompt_sees_half_of_its_entries_and_its_window() -> None:
 
 
 def test_cores_and_gpu_take_the_longer_of_operations_and_bytes() -> None:
-    flop, read = 100 * (128 + 256) * ROW_FLOP, 100 * (128 + 256) * ROW_BYTES
-    values = 2 * 2 * 1024  # bytes of what a token adds to sums, and of what decides their weights
-    kept = 100 * (2 * ROW_BYTES + 2 * 256 + values + 4 * SUM_BYTES)
+    flop = 100 * (128 + 256) * ROW_FLOP
+    read = 100 * (128 * ROW_BYTES + 256 * CSA_ENTRY_BYTES)
+    # Bytes of what a token adds to two sums, and of what decides their weights.
+    values = 2 * 2 * 2 * (512 + 128)
+    kept = 100 * (2 * ROW_BYTES + 2 * CSA_ENTRY_BYTES // 4 + values + 2 * 2 * CSA_SUM_BYTES)
     on_cores = seconds(decoding(100, 1024), Op.ATTN, Resource.CPU, CSA)
     moved_s = (read / CPU_ATTENTION_EFFICIENCY + kept) / NODE.host_bytes_per_s
     assert on_cores == pytest.approx(max(flop / NODE.host_flop_per_s, moved_s))
@@ -112,14 +127,19 @@ def test_measured_rates_of_attention_serve_on_cores() -> None:
 
 def test_the_link_is_slowed_by_what_cores_read() -> None:
     """Of states they read the last rows, and read and write sums."""
-    read = 10 * (43 * 128 * ROW_BYTES + 1024 * 6016 + 2 * (2 * 21 + 20) * SUM_BYTES)
+    read = 10 * (43 * 128 * ROW_BYTES + 1024 * TOKEN_BYTES + 2 * ALL_SUM_BYTES)
     assert decoding(10, 1024).rates.read_bytes == pytest.approx(read / 43)
 
 
-def test_a_row_keeps_its_windows_and_six_kilobytes_for_each_token() -> None:
-    assert WORK.kv_token_bytes == 6016
-    assert WORK.state_bytes == 43 * 128 * ROW_BYTES + (2 * 21 + 20) * SUM_BYTES
-    assert WORK.state_bytes == pytest.approx(6.02e6, rel=1e-3)
+def test_a_row_keeps_its_windows_and_seven_kilobytes_for_each_token() -> None:
+    """21 times 320 bytes and 20 times 32; without index keys 21 times 256."""
+    assert WORK.kv_token_bytes == TOKEN_BYTES == 7360
+    assert WORK.state_bytes == 43 * 128 * ROW_BYTES + ALL_SUM_BYTES
+    assert WORK.state_bytes == pytest.approx(6.08e6, rel=1e-3)
+    short, long = (ModelWork.of(MODEL.within(length), 2) for length in (2051, 2052))
+    assert long == WORK
+    assert short.kv_token_bytes == 21 * ROW_BYTES // 4 + 20 * ROW_BYTES // 32 == 6016
+    assert short.state_bytes == 43 * 128 * ROW_BYTES + (21 * 2 + 20) * SUM_BYTES
     policy = Policy(
         max_num_seqs=100,
         max_num_batched_tokens=1024,
@@ -127,7 +147,7 @@ def test_a_row_keeps_its_windows_and_six_kilobytes_for_each_token() -> None:
         num_kv_blocks=3200,
     )
     states = policy.num_state_slots * WORK.state_bytes
-    assert cache_bytes(WORK, policy) == 3200 * 32 * 6016 + states
+    assert cache_bytes(WORK, policy) == 3200 * 32 * TOKEN_BYTES + states
 
 
 def test_grouped_outputs_and_streams_count_among_products() -> None:
@@ -137,7 +157,9 @@ def test_grouped_outputs_and_streams_count_among_products() -> None:
     assert layer.mixers.parameters == 2 * 24 * 4 * 4096
     down, up, pooled = 4096 * (1024 + 512), 1024 * 64 * 512, 4096 * 2 * 512
     assert layer.pre.parameters == down + up + pooled
-    assert WORK.layers[CSA].pre.parameters == down + up + 2 * pooled
+    queries, weights, pooled_keys = 1024 * 64 * 128, 4096 * 64, 4096 * 2 * 2 * 128
+    indexer = queries + weights + pooled_keys
+    assert WORK.layers[CSA].pre.parameters == down + up + 2 * pooled + indexer
     assert all(each.router.parameters == 256 * 4096 for each in WORK.layers)
 
 
@@ -152,7 +174,7 @@ def test_bounds_count_recent_rows_once_and_the_states_of_live_rows() -> None:
     assert bound.gpu_s - less.gpu_s == pytest.approx(rows * 43 * near * ROW_FLOP / rate)
     memory = NODE.host_memory_bytes + NODE.gpu_memory_bytes - WORK.all_weight_bytes
     contexts = sum(range(prompt, prompt + generated))
-    held = rows * (6016 * contexts + generated * WORK.state_bytes)
+    held = rows * (TOKEN_BYTES * contexts + generated * WORK.state_bytes)
     assert bound.num_steps == pytest.approx(held / memory)
     fast, none = (
         job_bound(model, [prompt] * 64, generated, flop_per_s=1e12, bytes_per_s=1e18)
@@ -186,10 +208,11 @@ def test_rows_on_the_device_bring_their_states_with_their_entries() -> None:
     assert not placement.attends_on_host
     assert placement.staged_rows == 60
     staged = device_footprint(MODEL, WORK, placement).bytes_of("staged KV")
-    assert staged == 2 * (100 * 8 * ROW_BYTES + 60 * (128 * ROW_BYTES + 2 * SUM_BYTES))
+    state_bytes = 128 * ROW_BYTES + 2 * CSA_SUM_BYTES
+    assert staged == 2 * (100 * 8 * CSA_ENTRY_BYTES + 60 * state_bytes)
     half = (MicroBatchShape.decode(100, 1024, cpu_attention_fraction=0.5),)
     cost = StepCost(WORK, NODE, half)
-    moved = 50 * (1023 * 256 + 128 * ROW_BYTES + 2 * SUM_BYTES)
+    moved = 50 * (1023 * CSA_ENTRY_BYTES // 4 + state_bytes)
     assert seconds(cost, Op.KV, Resource.HTOD, CSA) == pytest.approx(
         moved / cost.rates.htod_bytes_per_s
     )
