@@ -379,7 +379,7 @@ CASES = [
         },
         fields=_GLM_WITH_IMAGES,
         excluded=("visual", "self_attn", "layers.0.", "shared_experts"),
-        unread=("visual.", ".indexer."),
+        unread=("visual.",),
         extra=(".input_global_scale",),
     ),
     QuantisedCase(

@@ -440,14 +440,23 @@ class ReferenceModel:
             border = spec.head_dim - 2 * rotation.cosine.shape[1]
             heads = [torch.cat([each[..., border:], each[..., :border]], -1) for each in heads]
         key_T1I, query_TJI = map(rotation, heads)
-        products_TJT = torch.einsum("tji,sxi->tjs", query_TJI, key_T1I).clamp_min(0)
+        key_EI, size = key_T1I[:, 0], spec.entry_tokens
+        if spec.pool is not None:
+            share_EPI = self._linear(normed_TH, f"{name}pool_gate").to(self._wide)
+            share_EPI = share_EPI[: num_tokens // size * size].unflatten(0, (-1, size))
+            share_EPI = (share_EPI + self._weight(f"{name}pool_bias").to(self._wide)).softmax(1)
+            key_EPI = key_EI[: num_tokens // size * size].unflatten(0, (-1, size))
+            key_EI = (share_EPI * key_EPI).sum(1).to(self.dtype)
+        products_TJE = torch.einsum("tji,ei->tje", query_TJI, key_EI).clamp_min(0)
         weight_TJ = self._linear(normed_TH, f"{name}weights_proj")
-        scores_TT = torch.einsum("tj,tjs->ts", weight_TJ, products_TJT)
+        scores_TE = torch.einsum("tj,tje->te", weight_TJ, products_TJE)
         chosen_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
-        for position in range(spec.top_k, num_tokens):
-            best_K = scores_TT[position, : position + 1].topk(spec.top_k).indices
-            chosen_TT[position] = False
-            chosen_TT[position, best_K] = True
+        for position in range(spec.num_seen, num_tokens):
+            num_whole = (position + 1) // size
+            best_K = scores_TE[position, :num_whole].topk(spec.top_k // size).indices
+            chosen_TT[position, : num_whole * size] = False
+            for entry in best_K.tolist():
+                chosen_TT[position, entry * size : (entry + 1) * size] = True
         return chosen_TT
 
     def _recurrent(self, normed_TH: Tensor, spec: RecurrentSpec, prefix: str) -> Tensor:

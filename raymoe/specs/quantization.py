@@ -172,7 +172,7 @@ _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = (
     *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
-    *(f"{INDEXER}{part}_proj." for part in ("weights", "kv", "gate")),
+    *(f"{INDEXER}{part}." for part in ("weights_proj", "kv_proj", "gate_proj", "pool_gate")),
     COMPRESSOR,
     MERGE,
     *MIXERS,
@@ -218,7 +218,8 @@ class Quantization:
         return self._known[name]
 
     def _find(self, name: str) -> WeightFormat | None:
-        if any(plain in name for plain in _ALWAYS_PLAIN):
+        is_matrix = name.endswith(".weight")  # instead of what is added to rows
+        if not is_matrix or any(plain in name for plain in _ALWAYS_PLAIN):
             return None
         if (name == HEAD and self.is_head_plain) or (self.is_experts_only and EXPERTS not in name):
             return None

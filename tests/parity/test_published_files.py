@@ -91,9 +91,9 @@ V4 = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 96,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, many scores would be zero, and what is chosen a tie
     "index_head_dim": 16,
-    "index_topk": 512,
+    "index_topk": 12,  # entries of 4 tokens: the longer prompts choose
     "sliding_window": 20,
     "compress_ratios": [0, 4, 128, 4, 0],  # the last one of a layer that is not read
     "num_hash_layers": 1,
@@ -128,7 +128,7 @@ def deepseek_v4(directory: Path) -> dict[str, Tensor]:
     """Write files as those of DeepSeek-V4-Flash; return their values."""
     config = V4 | {"expert_dtype": "fp4", "quantization_config": FP8}
     (directory / "config.json").write_text(json.dumps(config))
-    files, hidden, rank, width = Files(1), 160, 136, 32
+    files, hidden = Files(1), 160
     files.plain("embed.weight", (199, hidden), torch.bfloat16, 1.0)
     files.plain("head.weight", (199, hidden), torch.bfloat16)
     files.plain("norm.weight", (hidden,), torch.float32, 1.0)
@@ -139,14 +139,6 @@ def deepseek_v4(directory: Path) -> dict[str, Tensor]:
         _v4_layer(files, f"layers.{layer}.", ratio, is_by_token=layer == 0)
     unread = Files(2)
     _v4_layer(unread, "mtp.0.", 0, is_by_token=False)
-    for layer in (1, 3):
-        unread.fp8(f"layers.{layer}.attn.indexer.wq_b", (32, rank), ".scale")
-        unread.plain(
-            f"layers.{layer}.attn.indexer.weights_proj.weight", (2, hidden), torch.bfloat16
-        )
-        for part in ("wkv", "wgate"):
-            name = f"layers.{layer}.attn.indexer.compressor.{part}.weight"
-            unread.plain(name, (width, hidden), torch.bfloat16)
     save_file(files.stored | unread.stored, directory / "model.safetensors")
     return files.values
 
@@ -172,12 +164,13 @@ def _v4_layer(files: Files, prefix: str, ratio: int, *, is_by_token: bool) -> No
     files.plain(f"{prefix}attn.kv_norm.weight", (width,), torch.float32, 1.0)
     files.plain(f"{prefix}attn.attn_sink", (6,), torch.float32, 1.0)
     if ratio:
-        pooled = width * (2 if ratio == 4 else 1)
-        for part in ("wkv", "wgate"):
-            name = f"{prefix}attn.compressor.{part}.weight"
-            files.plain(name, (pooled, hidden), torch.bfloat16)
-        files.plain(f"{prefix}attn.compressor.ape", (ratio, pooled), torch.float32)
-        files.plain(f"{prefix}attn.compressor.norm.weight", (width,), torch.float32, 1.0)
+        _v4_compressor(files, f"{prefix}attn.compressor.", ratio, width)
+    if ratio == 4:
+        index_heads, index_width = V4["index_n_heads"], V4["index_head_dim"]
+        files.fp8(f"{prefix}attn.indexer.wq_b", (index_heads * index_width, rank), ".scale")
+        name = f"{prefix}attn.indexer.weights_proj.weight"
+        files.plain(name, (index_heads, hidden), torch.bfloat16)
+        _v4_compressor(files, f"{prefix}attn.indexer.compressor.", ratio, index_width)
     files.plain(f"{prefix}ffn.gate.weight", (experts, hidden), torch.bfloat16)
     if is_by_token:
         order = torch.rand(199, experts, generator=torch.Generator().manual_seed(3)).argsort(1)
@@ -190,6 +183,14 @@ def _v4_layer(files: Files, prefix: str, ratio: int, *, is_by_token: bool) -> No
         for expert in range(experts):
             module = f"{prefix}ffn.experts.{expert}.{part}"
             files.fp4(module, shape, ".scale", torch.int8)
+
+
+def _v4_compressor(files: Files, prefix: str, ratio: int, width: int) -> None:
+    pooled = width * (2 if ratio == 4 else 1)
+    for part in ("wkv", "wgate"):
+        files.plain(f"{prefix}{part}.weight", (pooled, V4["hidden_size"]), torch.bfloat16)
+    files.plain(f"{prefix}ape", (ratio, pooled), torch.float32)
+    files.plain(f"{prefix}norm.weight", (width,), torch.float32, 1.0)
 
 
 def of_transformers(
@@ -243,6 +244,7 @@ def test_formats_of_deepseek_v4_are_those_of_its_files(tmp_path: Path) -> None:
     attention = ("q_a", "q_b", "kv", "o_a", "o")
     assert {name for name, form in found.items() if form == "fp8_block"} == {
         *(f"model.layers.N.self_attn.{part}_proj.weight" for part in attention),
+        "model.layers.N.self_attn.indexer.wq_b.weight",
         *(
             f"model.layers.N.mlp.shared_expert.{part}_proj.weight"
             for part in ("gate", "up", "down")

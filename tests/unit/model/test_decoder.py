@@ -9,7 +9,13 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.specs.layer_weights import TOKEN_EXPERTS
+from raymoe.specs.layer_weights import (
+    NGRAM_MULTIPLIERS,
+    NGRAM_OFFSETS,
+    NGRAM_SIZES,
+    TOKEN_EXPERTS,
+    layer_prefix,
+)
 from raymoe.specs.layers import OutputGate
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
@@ -46,7 +52,15 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[s
         for name, shape in model_weights(spec).items()
     }
     tables = [name for name in weights if name.endswith(TOKEN_EXPERTS)]
-    return weights | {name: torch.arange(2).expand(spec.vocab_size, 2) for name in tables}
+    weights |= {name: torch.arange(2).expand(spec.vocab_size, 2) for name in tables}
+    for i, layer in enumerate(spec.layers):
+        if (ngrams := layer.ngrams) is not None:
+            weights |= {
+                layer_prefix(i) + NGRAM_MULTIPLIERS: torch.tensor(ngrams.multipliers),
+                layer_prefix(i) + NGRAM_SIZES: torch.tensor(ngrams.sizes),
+                layer_prefix(i) + NGRAM_OFFSETS: torch.tensor(ngrams.offsets),
+            }
+    return weights
 
 
 def load(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Decoder:
@@ -142,6 +156,7 @@ def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None
 def test_the_arena_holds_exactly_what_loading_asks_for(configuration, stored, dtype) -> None:
     config = make_model(configuration).config
     spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    spec = spec.with_table_dtype(str(stored).removeprefix("torch."))  # tables stay as stored
     load(spec, random_weights(spec, stored), dtype)
 
 
