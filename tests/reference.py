@@ -312,7 +312,7 @@ class ReferenceModel:
 
     def _rotation(self, rope: RopeSpec | None, num_tokens: int, prompt_tokens: int) -> "_Rotation":
         if rope is None:
-            nothing = torch.empty(num_tokens, 0)
+            nothing = torch.empty(num_tokens, 0, dtype=self.dtype)
             return _Rotation(nothing, nothing, is_interleaved=False)
         positions_T = torch.arange(num_tokens)
         lengths_T = (positions_T + 1).clamp_min(prompt_tokens)
