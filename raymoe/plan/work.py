@@ -59,7 +59,7 @@ _READERS = (
     (ROUTER, "router"),
     (KV_UP, "up_project"),
     (POSITION_BIAS, "added"),
-    (f"{INDEXER}position_bias", "added"),
+    *((f"{INDEXER}{name}_bias", "added") for name in ("position", "pool")),
     (LATENT_IN, "post"),
     *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
     *((name, "mixers") for name in MIXERS),

@@ -70,11 +70,35 @@ def test_formats_of_layers_go_by_their_stored_numbers() -> None:
     assert found == names
 
 
+GATED, CONV = 48 * 128, 2 * 16 * 128 + 48 * 128
+FULL: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj.weight": (2 * 24 * 256, 2560),
+    "self_attn.k_proj.weight": (512, 2560),
+    "self_attn.v_proj.weight": (512, 2560),
+    "self_attn.o_proj.weight": (2560, 24 * 256),
+    "self_attn.q_norm.weight": (256,),
+    "self_attn.k_norm.weight": (256,),
+    "self_attn.indexer.index_qk_proj.weight": (640, 2560),
+    "self_attn.indexer.q_layernorm.weight": (128,),
+    "self_attn.indexer.k_layernorm.weight": (128,),
+}
+LINEAR: dict[str, tuple[int, ...]] = {
+    "linear_attn.in_proj_qkv.weight": (CONV, 2560),
+    "linear_attn.in_proj_z.weight": (GATED, 2560),
+    "linear_attn.in_proj_a.weight": (48, 2560),
+    "linear_attn.in_proj_b.weight": (48, 2560),
+    "linear_attn.conv1d.weight": (CONV, 1, 4),
+    "linear_attn.A_log": (48,),
+    "linear_attn.dt_bias": (48,),
+    "linear_attn.norm.weight": (128,),
+    "linear_attn.out_proj.weight": (2560, GATED),
+}
+
+
 def stored_of(*, has_scale: bool) -> dict[str, tuple[int, ...]]:
     """Tensors of four layers as the published files name them, experts one by one."""
     text = CONFIG["text_config"]
-    width, gated = 4 * text["hidden_size"], 48 * 128
-    conv = 2 * 16 * 128 + gated
+    width = 4 * text["hidden_size"]
     prefix, hashes = "model.language_model.", "ple.ple_embedding."
     mixer = {
         "hc_norm.weight": (width,),
@@ -100,30 +124,7 @@ def stored_of(*, has_scale: bool) -> dict[str, tuple[int, ...]]:
         }
         for module in ("shared_expert", *(f"experts.{e}" for e in range(512))):
             own |= {f"mlp.{module}.{n}.weight": s for n, s in mlp.items()}
-        if i == 3:
-            own |= {
-                "self_attn.q_proj.weight": (2 * 24 * 256, 2560),
-                "self_attn.k_proj.weight": (512, 2560),
-                "self_attn.v_proj.weight": (512, 2560),
-                "self_attn.o_proj.weight": (2560, 24 * 256),
-                "self_attn.q_norm.weight": (256,),
-                "self_attn.k_norm.weight": (256,),
-                "self_attn.indexer.index_qk_proj.weight": (640, 2560),
-                "self_attn.indexer.q_layernorm.weight": (128,),
-                "self_attn.indexer.k_layernorm.weight": (128,),
-            }
-        else:
-            own |= {
-                "linear_attn.in_proj_qkv.weight": (conv, 2560),
-                "linear_attn.in_proj_z.weight": (gated, 2560),
-                "linear_attn.in_proj_a.weight": (48, 2560),
-                "linear_attn.in_proj_b.weight": (48, 2560),
-                "linear_attn.conv1d.weight": (conv, 1, 4),
-                "linear_attn.A_log": (48,),
-                "linear_attn.dt_bias": (48,),
-                "linear_attn.norm.weight": (128,),
-                "linear_attn.out_proj.weight": (2560, gated),
-            }
+        own |= FULL if i == 3 else LINEAR
         if i == 1:
             table = f"{hashes}ngram_embedding.shard_"
             own |= {
