@@ -468,19 +468,6 @@ def _may_name(annotation: object) -> bool:
 TRAINING_FIELDS = frozenset(
     {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"}
 )
-# Fields of the indexer, which selects tokens in contexts beyond `index_topk`.
-INDEXER_FIELDS = frozenset(
-    {
-        "index_head_dim",
-        "index_n_heads",
-        "index_share_for_mtp_iteration",
-        "index_skip_topk_offset",
-        "index_topk_freq",
-        "index_topk_pattern",
-        "indexer_rope_interleave",
-        "indexer_types",
-    }
-)
 NOAUX_TC = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 # DeepSeek-V3 adds 1e-20 to the sum of the weights; a floor differs only for sums below that.
 SIGMOID = RouterRule(
