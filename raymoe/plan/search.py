@@ -45,6 +45,9 @@ DETOUR = 1.1
 # A job is given up if the larger half of its steps exceed their lower bounds so much that with all
 # like them it would take this much longer than the best.
 LIKELY = 1.05
+# Axes that a walk changes together. Expert launches for all micro-batches at once pay where more of
+# attention is on the device: neither change alone does.
+WALKED = (*((axis,) for axis in AXES), ("is_grouped", "cpu_attention_fraction"))
 MIN_GAIN_FACTOR = 1.001  # walk the axes again only after a gain above this
 
 
@@ -205,8 +208,8 @@ class Search:
         best = self.faster(start, max_s)
         while True:
             before = best
-            for axis in AXES:
-                for search_point in grid.around(best.search_point if best else start, axis):
+            for axes in WALKED:
+                for search_point in grid.around(best.search_point if best else start, *axes):
                     best = self.faster(search_point, best.seconds if best else max_s) or best
             if best is None or (before and before.seconds < MIN_GAIN_FACTOR * best.seconds):
                 return best

@@ -17,11 +17,13 @@ from raymoe.plan.footprint import cache_bytes, device_footprint
 from raymoe.plan.operations import attention
 from raymoe.plan.placement import Placement
 from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.plan.search import find_plan
 from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import HARDWARE_PRESETS, Curve, HostCurves
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
+from raymoe.units import GIB
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_models.json").read_text())
 (CONFIG,) = (x["config"] for x in PUBLISHED if x["name"] == "deepseek-ai/DeepSeek-V4-Flash")
@@ -233,3 +235,16 @@ def test_recurrent_states_stay_where_they_are() -> None:
     )
     assert Placement.of(model, "micro_batches", policy, 2).attends_on_host
     assert not ModelWork.of(model, 2).stages_states
+
+
+@pytest.mark.slow
+def test_more_host_memory_plans_no_slower_job() -> None:
+    """With 435 GiB walks ended at micro-batches of experts of their own, 6 % slower than 218."""
+    job = Workload(num_rows=100_000, prompt_tokens=512, generated_tokens=128)
+
+    def tokens_per_s(gib: int) -> float:
+        node = dataclasses.replace(HARDWARE_PRESETS["4090"], host_memory_bytes=gib * GIB)
+        plan = find_plan(MODEL, node, job, schedule="micro_batches", max_model_len=2048)
+        return plan.tokens_per_s
+
+    assert tokens_per_s(435) >= tokens_per_s(218)
