@@ -91,6 +91,12 @@ IN_DEMAND = (
         "16.8, 1 request, 5090 (FreeToken#292)",
         ("--weights", "nvfp4"),
     ),
+    Demanded(
+        "Qwen3.8-Flash-Next, NVFP4",
+        "Qwen/Qwen3.8-Flash-Next",
+        "65, 1 request, 5090 (FreeToken#257)",
+        ("--weights", "nvfp4"),
+    ),
     Demanded("Kolibri-1, FP8", "Aleph-Alpha/Kolibri-1", ""),
 )
 
