@@ -33,16 +33,22 @@ struct WideDot {
 
   /// acc += one row of pairs of the cache times the matching pair of each row of `a`.
   template <int kRows, int kCols>
-  static inline void multiply_add(Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride,
-                          const C* b, bool half) {
+  static inline __attribute__((always_inline)) void multiply_add(
+      Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride, const C* b, bool half) {
     constexpr int pair = static_cast<int>(kPair<C>);
-    Vector::Reg wide[kCols][pair];
-    for (int j = 0; j < kCols; ++j) Vector::widen(b + j * Vector::kLanes * pair, half, wide[j]);
-    for (int i = 0; i < kRows; ++i)
-      for (int p = 0; p < pair; ++p) {
+#pragma GCC unroll 2
+    for (int p = 0; p < pair; ++p) {
+      Vector::Reg wide[kCols];
+#pragma GCC unroll 4
+      for (int j = 0; j < kCols; ++j)
+        wide[j] = Vector::widen(b + j * Vector::kLanes * pair, half, p);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
         const Vector::Reg x = Vector::set1(a[i * a_stride + p]);
-        for (int j = 0; j < kCols; ++j) acc[i][j] = Vector::fma(x, wide[j][p], acc[i][j]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kCols; ++j) Vector::add_product(acc[i][j], x, wide[j]);
       }
+    }
   }
 };
 
@@ -89,7 +95,9 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
   constexpr int64_t row_bytes = kCols * Vector::kLanes * pair * sizeof(typename Dot::C);
   Vector::Reg acc[kRows][kCols];
   float* out = product.out + column;
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < kCols; ++j)
       acc[i][j] =
           product.scale == nullptr
@@ -108,7 +116,9 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
       Dot::multiply_add(acc, a, product.a_stride, b, half);
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < kCols; ++j)
       Vector::store(out + i * product.out_stride + j * Vector::kLanes, acc[i][j]);
 }
@@ -291,21 +301,21 @@ void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row
 template <typename Dot>
 void attend_some_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row,
                       int64_t count) {
-  if constexpr (Vector::kMaxRows > 4) {
+  if constexpr (Vector::kMaxRows > 6) {
     switch (count) {
       case 8:
         return attend_rows<Dot, 8>(work, chunk, row);
       case 7:
         return attend_rows<Dot, 7>(work, chunk, row);
-      case 6:
-        return attend_rows<Dot, 6>(work, chunk, row);
-      case 5:
-        return attend_rows<Dot, 5>(work, chunk, row);
       default:
         break;
     }
   }
   switch (count) {
+    case 6:
+      return attend_rows<Dot, 6>(work, chunk, row);
+    case 5:
+      return attend_rows<Dot, 5>(work, chunk, row);
     case 4:
       return attend_rows<Dot, 4>(work, chunk, row);
     case 3:
@@ -428,13 +438,15 @@ void attend(const AttentionTile& tile, const BlockRange& range, const AttentionS
   const TileWork<Dot> work{tile, state, reinterpret_cast<typename Dot::A*>(scratch)};
   pack_queries<Dot, Q>(work);
   if (range.begins) clear_sums(tile, state);
+  const int64_t num_groups = (rows + Vector::kMaxRows - 1) / Vector::kMaxRows;
   int64_t block = range.first;
   while (block < range.end) {
     const int64_t end = smaller(range.end, (block / kChunkBlocks + 1) * kChunkBlocks);
     Path path;
     Chunk<Dot> chunk = make_chunk<Dot>(tile, block, end, range.end, path);
-    for (int64_t row = 0; row < rows; row += Vector::kMaxRows) {
-      attend_some_rows(work, chunk, row, smaller(rows - row, Vector::kMaxRows));
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t row = group * rows / num_groups;
+      attend_some_rows(work, chunk, row, (group + 1) * rows / num_groups - row);
       chunk.path = nullptr;  // what the first rows have prefetched is there for the others
     }
     block = end;

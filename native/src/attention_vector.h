@@ -59,6 +59,7 @@ struct Vector {
   static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
   static Reg max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
   static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
+  static void add_product(Reg& sum, Reg a, Reg b) { sum = fma(a, b, sum); }
   static Reg fms(Reg a, Reg b, Reg c) { return _mm512_fmsub_ps(a, b, c); }
   static float reduce_add(Reg x) { return _mm512_reduce_add_ps(x); }
   static float reduce_max(Reg x) { return _mm512_reduce_max_ps(x); }
@@ -83,18 +84,18 @@ struct Vector {
         _mm512_maskz_add_epi32(kept, _mm512_castps_si512(y), _mm512_slli_epi32(whole, 23)));
   }
 
-  /// kLanes elements of a row of pairs; `half` reads only the first 8 lanes, the rest is zero.
-  static void widen(const float* from, bool half, Reg* out) {
-    out[0] = half ? _mm512_zextps256_ps512(load8(from)) : load(from);
+  /// Element `p` of kLanes pairs of a row; `half` reads only the first 8 lanes, the rest is zero.
+  static Reg widen(const float* from, bool half, int) {
+    return half ? _mm512_zextps256_ps512(load8(from)) : load(from);
   }
-  static void widen(const fp16* from, bool half, Reg* out) {
-    out[0] = half ? _mm512_zextps256_ps512(load8(from))
-                  : _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  static Reg widen(const fp16* from, bool half, int) {
+    return half ? _mm512_zextps256_ps512(load8(from))
+                : _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  static void widen(const bf16* from, bool half, Reg* out) {
+  static Reg widen(const bf16* from, bool half, int p) {
     const __m512i pairs = load_pairs(from, half);
-    out[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    out[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+    return _mm512_castsi512_ps(p == 0 ? _mm512_slli_epi32(pairs, 16)
+                                      : _mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
   }
   static __m512i load_pairs(const bf16* from, bool half) {
     return half ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
@@ -107,9 +108,9 @@ struct Vector {
 struct Vector {
   using Reg = __m256;
   static constexpr int kLanes = 8;
-  static constexpr int kMaxRows = 4;  // of a register block: 4 x 2 of 16 registers
-  static constexpr int kNarrowRows = 0;
-  static constexpr int kWideColumns = 2;
+  static constexpr int kMaxRows = 6;  // of a register block: 6 x 2 of 16 registers
+  static constexpr int kNarrowRows = 2;
+  static constexpr int kWideColumns = 4;
   static constexpr int kColumns = 2;
 
   static Reg zero() { return _mm256_setzero_ps(); }
@@ -120,6 +121,10 @@ struct Vector {
   static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
   static Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }
   static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
+  /// sum += a * b, fused. Left to itself GCC sums into the register of `a`, and spills.
+  static void add_product(Reg& sum, Reg a, Reg b) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  }
   static Reg fms(Reg a, Reg b, Reg c) { return _mm256_fmsub_ps(a, b, c); }
   static float reduce_add(Reg x) {
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -152,13 +157,13 @@ struct Vector {
     return _mm256_and_ps(_mm256_castsi256_ps(scaled), kept);
   }
 
-  /// kLanes elements of a row of pairs, to float.
-  static void widen(const float* from, bool, Reg* out) { out[0] = load8(from); }
-  static void widen(const fp16* from, bool, Reg* out) { out[0] = load8(from); }
-  static void widen(const bf16* from, bool, Reg* out) {
+  /// Element `p` of kLanes pairs of a row.
+  static Reg widen(const float* from, bool, int) { return load8(from); }
+  static Reg widen(const fp16* from, bool, int) { return load8(from); }
+  static Reg widen(const bf16* from, bool, int p) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    out[0] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-    out[1] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+    return _mm256_castsi256_ps(p == 0 ? _mm256_slli_epi32(pairs, 16)
+                                      : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
   }
 };
 
