@@ -256,7 +256,7 @@ class GroupedAttention {
 void run_call(const Call& call) {
   thread_local AttentionPlan plan;
   const auto pool = worker_pool();
-  plan.build(call.step, pool->num_threads(), true);
+  plan.build(call.step, pool->num_threads());
   // The lambda runs on other threads: a thread_local name would be theirs, so bind a reference.
   const std::vector<AppendItem>& appends = plan.appends();
   pool->for_each(static_cast<int64_t>(appends.size()), 1, [&](int, int64_t index) {

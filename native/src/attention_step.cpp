@@ -106,7 +106,7 @@ float checked_scale_log2e(double scale) {
   return static_cast<float>(scale * kLog2E);
 }
 
-void AttentionPlan::build(const AttentionStep& step, int num_threads, bool shares) {
+void AttentionPlan::build(const AttentionStep& step, int num_threads) {
   candidates_.clear();
   appends_.clear();
   items_.clear();
@@ -118,7 +118,6 @@ void AttentionPlan::build(const AttentionStep& step, int num_threads, bool share
   expensive_cost_ = total / (32 * num_threads);
   for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence)
     add_sequence(step, sequence);
-  if (!shares) candidates_.clear();
   prefixes_.find(step, candidates_);
   std::sort(expensive_.begin(), expensive_.end(),
             [](const Expensive& a, const Expensive& b) { return a.cost > b.cost; });

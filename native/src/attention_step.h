@@ -83,8 +83,8 @@ struct AppendItem {
 /// Reused from call to call, so that planning allocates nothing in the steady state.
 class AttentionPlan {
  public:
-  /// With `shares`, sequences share what their contexts have in common.
-  void build(const AttentionStep& step, int num_threads, bool shares = false);
+  /// Sequences share what their contexts have in common.
+  void build(const AttentionStep& step, int num_threads);
 
   /// To be done before the items: sequences with one token append within their item.
   const std::vector<AppendItem>& appends() const { return appends_; }

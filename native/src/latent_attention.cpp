@@ -80,22 +80,45 @@ void append_all(const Call& call, WorkerPool& pool) {
 /// Attention of a call for `run_attention`. A KV head of the plan is a range of heads.
 class LatentAttention {
  public:
-  explicit LatentAttention(const Call& call) : call_(call) {}
+  LatentAttention(const Call& call, const SharedPrefixes& prefixes)
+      : call_(call), prefixes_(prefixes) {}
 
   int64_t head_dim() const { return call_.shape.rank; }
   int64_t num_rows(const AttentionItem& item) const { return tile_of(item).num_rows(); }
   int64_t first_split(const AttentionItem&) const { return 0; }
   int64_t scratch_floats(int64_t rows) const { return latent_scratch_floats(call_.shape, rows); }
 
+  /// Of a step that shares: tiles of several tokens have all heads.
+  int64_t num_rows(const PrefixTile& tile) const { return tile.num_tokens * call_.num_heads; }
+
   void attend(const AttentionItem& item, int64_t split, NextSplit next,
               const AttentionState& state, float* scratch) const {
     LatentTile tile = tile_of(item);
     const int64_t last = tile_of(next.item).last_position();
-    for (int64_t i = 0; i < kChunkBlocks; ++i) {
-      const int64_t position = std::min(next.split * kSplitTokens + i * kBlockTokens, last);
-      tile.next_blocks[i] = call_.block_of(next.item.sequence, position);
-    }
-    call_.kernel.attend(tile, split, state, scratch);
+    const int64_t num_done = prefixes_.num_blocks(next.item.sequence) * kBlockTokens;
+    const int64_t first = std::max(next.split * kSplitTokens, num_done);
+    for (int64_t i = 0; i < kChunkBlocks; ++i)
+      tile.next_blocks[i] =
+          call_.block_of(next.item.sequence, std::min(first + i * kBlockTokens, last));
+    const BlockRange range = range_in_split(split, prefixes_.num_blocks(item.sequence),
+                                            tile.last_position() / kBlockTokens + 1);
+    call_.kernel.attend(tile, range, state, scratch);
+  }
+
+  /// What several sequences share.
+  void attend(const PrefixTile& part, const int32_t* tokens, const AttentionState& state,
+              float* scratch) const {
+    LatentTile tile;
+    tile.shape = &call_.shape;
+    tile.query = call_.query;
+    tile.tokens = tokens + part.first_token;
+    tile.cache = call_.cache;
+    tile.block_table = call_.table_of(part.sequence);
+    tile.num_tokens = part.num_tokens;
+    tile.num_heads = call_.num_heads;
+    for (const void*& block : tile.next_blocks)
+      block = call_.block_of(part.sequence, part.blocks.first * kBlockTokens);
+    call_.kernel.attend(tile, part.blocks, state, scratch);
   }
 
   void store(const AttentionItem& item, const AttentionState& state) const {
@@ -125,6 +148,7 @@ class LatentAttention {
   }
 
   const Call& call_;
+  const SharedPrefixes& prefixes_;
 };
 
 void check_latent_and_cache(const TensorView& latent, const TensorView& cache) {
@@ -186,7 +210,7 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows) {
   constexpr int64_t kSlack = 64;  // between the parts, and where the last row is read beyond
   const int64_t padded = padded_rows(rows);
   const int64_t widest = std::max(shape.width, padded_head_dim(shape.rank));
-  return padded * (1 + 2 * kChunkTokens + shape.width) + kChunkTokens * (widest + kRowPadding) +
+  return padded * (3 + 2 * kChunkTokens + shape.width) + kChunkTokens * (widest + kRowPadding) +
          4 * kSlack;
 }
 
@@ -216,7 +240,9 @@ void append_and_attend_latent(const TensorView& query, const TensorView& latent,
   const auto pool = worker_pool();
   plan.build(call.step, pool->num_threads());
   append_all(call, *pool);
-  run_attention(plan, *pool, LatentAttention(call));
+  const LatentAttention operation(call, plan.prefixes());
+  run_prefixes(plan.prefixes(), *pool, operation);
+  run_attention(plan, *pool, operation);
 }
 
 void append_latent(const TensorView& latent, const TensorView& cache,

@@ -49,6 +49,8 @@ struct Workspace {
   A* weights;      // [kChunkTokens / pair][R][pair]
   float* scores;   // [kChunkTokens][R]
   float* factors;  // [R]
+  float* max;      // [R], of `AttentionState`, whose rows are not padded
+  float* sum;      // [R]
 };
 
 /// Up to 4 consecutive blocks of the cache.
@@ -250,9 +252,7 @@ void pack_queries(const LatentTile& tile, typename Format::A* to) {
     for (int64_t i = 0; i < 8; ++i)
       queries[i] = row + i >= num_rows
                        ? nullptr
-                       : static_cast<const Q*>(tile.query) +
-                             (row + i) / tile.num_heads * shape.query_stride +
-                             (row + i) % tile.num_heads * shape.width;
+                       : static_cast<const Q*>(tile.query) + tile.query_offset(row + i);
     for (int64_t d = 0; d < shape.width; d += 8 * pair) {
       const int64_t count = smaller(8, (shape.width - d) / pair);
       __m256 block[8];
@@ -294,6 +294,7 @@ void score_chunk(const LatentTile& tile, const Chunk<typename Format::A>& chunk,
 /// Positions after a row's own score -inf: rows of later tokens see them.
 template <typename A>
 void mask_chunk(const LatentTile& tile, const Chunk<A>& chunk, float* scores) {
+  if (tile.tokens != nullptr) return;
   const int64_t padded = rounded_up(tile.num_rows(), kLanes);
   for (int64_t i = larger(tile.first_position + 1 - chunk.first, 0); i < chunk.count; ++i) {
     const int64_t first_row = (chunk.first + i - tile.first_position) * tile.num_heads;
@@ -307,8 +308,8 @@ void mask_chunk(const LatentTile& tile, const Chunk<A>& chunk, float* scores) {
 
 /// Online softmax: weights of a chunk from its scores, and the factors of everything summed before.
 template <typename Format>
-void weigh_chunk(const LatentTile& tile, int64_t count, const Workspace<typename Format::A>& work,
-                const AttentionState& state) {
+void weigh_chunk(const LatentTile& tile, int64_t count,
+                 const Workspace<typename Format::A>& work) {
   const int64_t padded = rounded_up(tile.num_rows(), kLanes);
   const Reg scale = Vector::set1(tile.shape->scale_log2e);
   const Reg lowest = Vector::set1(-3.0e38f);
@@ -316,12 +317,12 @@ void weigh_chunk(const LatentTile& tile, int64_t count, const Workspace<typename
     const float* scores = work.scores + row;
     Reg top = Vector::load(scores);
     for (int64_t i = 1; i < count; ++i) top = Vector::max(top, Vector::load(scores + i * padded));
-    const Reg old_max = Vector::load(state.max + row);
+    const Reg old_max = Vector::load(work.max + row);
     const Reg max = Vector::max(old_max, Vector::mul(top, scale));
     // A row that has seen nothing yet: any finite reference gives weights of zero.
     const Reg reference = Vector::max(max, lowest);
     const Reg factor = Vector::exp2(Vector::fms(old_max, Vector::set1(1.0f), reference));
-    Reg sum = Vector::mul(Vector::load(state.sum + row), factor);
+    Reg sum = Vector::mul(Vector::load(work.sum + row), factor);
     for (int64_t i = 0; i < count; i += Format::kPair) {
       Reg weights[Format::kPair];
       for (int64_t p = 0; p < Format::kPair; ++p) {
@@ -333,8 +334,8 @@ void weigh_chunk(const LatentTile& tile, int64_t count, const Workspace<typename
       }
       Format::store_weights(work.weights + (i * padded + row * Format::kPair), weights);
     }
-    Vector::store(state.max + row, max);
-    Vector::store(state.sum + row, sum);
+    Vector::store(work.max + row, max);
+    Vector::store(work.sum + row, sum);
     Vector::store(work.factors + row, factor);
   }
 }
@@ -371,7 +372,9 @@ Workspace<typename Format::A> workspace_at(float* scratch, const LatentShape& sh
   const int64_t padded = rounded_up(num_rows, kLanes);
   Workspace<A> work;
   work.factors = scratch;
-  work.scores = work.factors + padded;
+  work.max = work.factors + padded;
+  work.sum = work.max + padded;
+  work.scores = work.sum + padded;
   float* next = work.scores + kChunkTokens * padded;
   if constexpr (Format::kPair == 1) {
     work.weights = work.scores;  // each takes the place of its score
@@ -403,27 +406,52 @@ Chunk<typename Format::A> make_chunk(const LatentTile& tile, int64_t first, int6
   return chunk;
 }
 
-template <typename Format, typename Q>
-void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float* scratch) {
-  const LatentShape& shape = *tile.shape;
-  const int64_t num_rows = tile.num_rows();
-  const auto work = workspace_at<Format>(scratch, shape, num_rows);
-  pack_queries<Format, Q>(tile, work.queries);
-  for (int64_t row = 0; row < rounded_up(num_rows, kLanes); ++row) {
+inline void clear_sums(const LatentTile& tile, const AttentionState& state) {
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
     state.max[row] = -__builtin_inff();
     state.sum[row] = 0;
   }
-  const int64_t out_size = num_rows * padded_head_dim(shape.rank);
+  const int64_t out_size = tile.num_rows() * padded_head_dim(tile.shape->rank);
   for (int64_t i = 0; i < out_size; ++i) state.out[i] = 0;
-  const int64_t end = smaller(tile.last_position() + 1, (split + 1) * kSplitTokens);
-  for (int64_t first = split * kSplitTokens; first < end; first += kChunkTokens) {
+}
+
+/// Of the rows of a tile, and nothing of those that whole vectors have beyond them.
+template <typename A>
+void load_sums(const LatentTile& tile, const AttentionState& state, const Workspace<A>& work) {
+  const int64_t num_rows = tile.num_rows();
+  for (int64_t row = 0; row < rounded_up(num_rows, kLanes); ++row) {
+    work.max[row] = row < num_rows ? state.max[row] : -__builtin_inff();
+    work.sum[row] = row < num_rows ? state.sum[row] : 0;
+  }
+}
+
+template <typename A>
+void store_sums(const LatentTile& tile, const Workspace<A>& work, const AttentionState& state) {
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    state.max[row] = work.max[row];
+    state.sum[row] = work.sum[row];
+  }
+}
+
+template <typename Format, typename Q>
+void attend(const LatentTile& tile, const BlockRange& range, const AttentionState& state,
+            float* scratch) {
+  const LatentShape& shape = *tile.shape;
+  const auto work = workspace_at<Format>(scratch, shape, tile.num_rows());
+  pack_queries<Format, Q>(tile, work.queries);
+  if (range.begins) clear_sums(tile, state);
+  load_sums(tile, state, work);
+  int64_t end = range.end * kBlockTokens;
+  if (tile.tokens == nullptr) end = smaller(end, tile.last_position() + 1);
+  for (int64_t first = range.first * kBlockTokens; first < end; first += kChunkTokens) {
     auto chunk = make_chunk<Format>(tile, first, end);
     Format::gather(tile, work, chunk);
     score_chunk<Format>(tile, chunk, work);
     mask_chunk(tile, chunk, work.scores);
-    weigh_chunk<Format>(tile, chunk.count, work, state);
+    weigh_chunk<Format>(tile, chunk.count, work);
     add_values<Format>(tile, chunk.count, work, state);
   }
+  store_sums(tile, work, state);
 }
 
 template <typename Format, typename Q>
@@ -432,6 +460,7 @@ void attend_rows(const LatentTile& tile, const void* const* rows, int64_t count,
   const LatentShape& shape = *tile.shape;
   const auto work = workspace_at<Format>(scratch, shape, tile.num_rows());
   pack_queries<Format, Q>(tile, work.queries);
+  load_sums(tile, state, work);
   // Of one length, since a chunk of few rows costs almost as much as a long one.
   const int64_t num_chunks = (count + kChunkTokens - 1) / kChunkTokens;
   const int64_t size = num_chunks == 0 ? 1 : rounded_up((count + num_chunks - 1) / num_chunks, 2);
@@ -441,9 +470,10 @@ void attend_rows(const LatentTile& tile, const void* const* rows, int64_t count,
     for (const char*& next : chunk.next) next = static_cast<const char*>(rows[0]);
     Format::gather_rows(shape, rows + first, work, chunk);
     score_chunk<Format>(tile, chunk, work);
-    weigh_chunk<Format>(tile, chunk.count, work, state);
+    weigh_chunk<Format>(tile, chunk.count, work);
     add_values<Format>(tile, chunk.count, work, state);
   }
+  store_sums(tile, work, state);
 }
 
 template <typename Q>
@@ -569,8 +599,7 @@ template <typename Q, typename Cached>
 void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
                 const Cached& cached, const AttentionState& state) {
   const LatentShape& shape = *tile.shape;
-  const Q* query = static_cast<const Q*>(tile.query) + row / tile.num_heads * shape.query_stride +
-                   row % tile.num_heads * shape.width;
+  const Q* query = static_cast<const Q*>(tile.query) + tile.query_offset(row);
   float* out = state.out + row * padded_head_dim(shape.rank);
   float max = state.max[row], sum = state.sum[row];
   for (int64_t first = begin; first < end; first += kChunkTokens) {
@@ -600,14 +629,18 @@ void attend_row(const LatentTile& tile, int64_t row, int64_t begin, int64_t end,
 }
 
 template <typename Q, typename C>
-void attend(const LatentTile& tile, int64_t split, const AttentionState& state, float*) {
+void attend(const LatentTile& tile, const BlockRange& range, const AttentionState& state, float*) {
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
-    const int64_t position = tile.first_position + row / tile.num_heads;
-    state.max[row] = -std::numeric_limits<float>::infinity();
-    state.sum[row] = 0;
-    std::fill_n(state.out + row * padded_head_dim(tile.shape->rank), tile.shape->rank, 0.0f);
+    if (range.begins) {
+      state.max[row] = -std::numeric_limits<float>::infinity();
+      state.sum[row] = 0;
+      std::fill_n(state.out + row * padded_head_dim(tile.shape->rank), tile.shape->rank, 0.0f);
+    }
+    int64_t end = range.end * kBlockTokens;
+    if (tile.tokens == nullptr)
+      end = std::min(end, tile.first_position + row / tile.num_heads + 1);
     attend_row<Q>(
-        tile, row, split * kSplitTokens, std::min(position + 1, (split + 1) * kSplitTokens),
+        tile, row, range.first * kBlockTokens, end,
         [&](int64_t at) { return cached_row<C>(tile, at); }, state);
   }
 }

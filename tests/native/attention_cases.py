@@ -30,6 +30,20 @@ STEPS = {
     "chunks": [(40, 8), (65, 33), (160, 100), (2, 1)],
     "mixed": [(33, 1), (96, 96), (1, 1), (200, 3), (64, 64)],
 }
+# Context and query tokens of sequences, and the sequences whose first blocks each of them has, with
+# how many: families, families within them, splits that are shared whole and in part.
+SHARING: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int, int]]]] = {
+    "a chunk": ([(140, 1), (300, 1), (131, 3)], [(1, 0, 4), (2, 0, 4)]),
+    "less than a chunk": ([(140, 1), (140, 1)], [(1, 0, 3)]),
+    "half of a split": ([(700, 1), (600, 1), (640, 2)], [(1, 0, 16), (2, 0, 16)]),
+    "whole splits": ([(2400, 1), (2060, 1), (2049, 1)], [(1, 0, 64), (2, 0, 64)]),
+    "nested": (
+        [(1500, 1), (1400, 2), (1300, 1), (500, 1), (260, 1), (900, 640)],
+        [(1, 0, 40), (2, 0, 36), (3, 0, 12), (4, 0, 5), (5, 0, 8)],
+    ),
+    "two families": ([(300, 1), (310, 1), (200, 1), (400, 1)], [(1, 0, 8), (3, 2, 4)]),
+    "many rows": ([(300 + i, 1 + i % 3) for i in range(40)], [(i, 0, 8) for i in range(1, 40)]),
+}
 
 
 class Case:

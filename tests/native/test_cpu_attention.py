@@ -15,7 +15,7 @@ from raymoe.kernels.cpu_attention import (
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from tests.kinds import covering
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, SHARING, STEPS, Case
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -206,22 +206,6 @@ def test_sequences_may_share_the_blocks_of_a_prefix() -> None:
     case = Case([(96, 1), (96, 1)], (4, 2, 64), (BF16, BF16))
     case.table[1, :2] = case.table[0, :2]
     assert_accurate(case)
-
-
-# Context and query tokens of sequences, and the sequences whose first blocks each of them has, with
-# how many: families, families within them, splits that are shared whole and in part.
-SHARING: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int, int]]]] = {
-    "a chunk": ([(140, 1), (300, 1), (131, 3)], [(1, 0, 4), (2, 0, 4)]),
-    "less than a chunk": ([(140, 1), (140, 1)], [(1, 0, 3)]),
-    "half of a split": ([(700, 1), (600, 1), (640, 2)], [(1, 0, 16), (2, 0, 16)]),
-    "whole splits": ([(2400, 1), (2060, 1), (2049, 1)], [(1, 0, 64), (2, 0, 64)]),
-    "nested": (
-        [(1500, 1), (1400, 2), (1300, 1), (500, 1), (260, 1), (900, 640)],
-        [(1, 0, 40), (2, 0, 36), (3, 0, 12), (4, 0, 5), (5, 0, 8)],
-    ),
-    "two families": ([(300, 1), (310, 1), (200, 1), (400, 1)], [(1, 0, 8), (3, 2, 4)]),
-    "many rows": ([(300 + i, 1 + i % 3) for i in range(40)], [(i, 0, 8) for i in range(1, 40)]),
-}
 
 
 @covering(dtypes=DTYPES, name=[*SHARING], heads=[(4, 2, 64), (7, 1, 40), (2, 2, 24)])

@@ -18,7 +18,7 @@ from raymoe.kernels.cpu_attention import (
 )
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, LatentLayout
 from tests.kinds import covering
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, STEPS
+from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, SHARING, STEPS
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -224,6 +224,25 @@ def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
                 block_table=case.table,
             )
             assert torch.equal(case.attend(slice(begin, end), part, cache), want[begin:end])
+
+
+# A tile of 64 rows has the heads of one token or of several, up to 21 of them.
+@covering(
+    dtypes=DTYPES, name=[*SHARING], heads=[(16, 40, 8), (3, 24, 16), (20, 32, 8), (70, 16, 8)]
+)
+def test_who_shares_a_prefix_changes_no_bit(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], heads: tuple[int, int, int]
+) -> None:
+    sequences, shared = SHARING[name]
+    case = Case(sequences, heads, dtypes)
+    case.add_sinks()
+    for sequence, other, count in shared:
+        case.cache[case.table[sequence, :count]] = case.cache[case.table[other, :count]]
+    want = case.run()
+    for sequence, other, count in shared:
+        case.table[sequence, :count] = case.table[other, :count]
+    assert torch.equal(case.run(), want)
+    assert_accurate(case)
 
 
 def test_bfloat16_errs_at_most_twice_as_much_as_torch() -> None:

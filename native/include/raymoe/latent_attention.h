@@ -28,11 +28,13 @@ struct LatentShape {
   int64_t block_stride = 0;
 };
 
-/// Consecutive query tokens of one sequence for some neighbouring heads. Row r is token
-/// r / num_heads, head r % num_heads.
+/// Query tokens for some neighbouring heads: consecutive ones of one sequence, or tokens of several
+/// sequences that all see the whole of the same blocks. Row r is token r / num_heads, head
+/// r % num_heads.
 struct LatentTile {
   const LatentShape* shape = nullptr;
   const void* query = nullptr;           // first token, first head
+  const int32_t* tokens = nullptr;       // of several sequences: tokens, counted from `query`
   void* out = nullptr;                   // same place of the output
   const void* cache = nullptr;           // block 0
   const int32_t* block_table = nullptr;  // of this sequence
@@ -43,6 +45,11 @@ struct LatentTile {
 
   int64_t num_rows() const { return num_tokens * num_heads; }
   int64_t last_position() const { return first_position + num_tokens - 1; }
+  /// Where the query of a row begins, in elements.
+  int64_t query_offset(int64_t row) const {
+    const int64_t index = row / num_heads, token = tokens == nullptr ? index : tokens[index];
+    return token * shape->query_stride + row % num_heads * shape->width;
+  }
 };
 
 /// Maximum of the heads of a tile: as many as keep queries, a chunk of the cache and the sums in a
@@ -59,8 +66,8 @@ int64_t latent_scratch_floats(const LatentShape& shape, int64_t rows);
 /// and the order of sums are those of AttentionKernel; state.out has rows of
 /// `padded_head_dim(rank)`.
 struct LatentKernel {
-  /// Overwrites `state` with the sums of the tile over positions of split `split` only.
-  void (*attend)(const LatentTile& tile, int64_t split, const AttentionState& state,
+  /// Adds the sums of the tile over a range of one split to `state`; `state.sum` is always whole.
+  void (*attend)(const LatentTile& tile, const BlockRange& range, const AttentionState& state,
                  float* scratch) = nullptr;
   /// Adds rows that lie anywhere, of `width` elements, to the sums in `state`, in this order and in
   /// chunks of kChunkTokens. The tile has one token; its cache and positions are not read.
