@@ -28,6 +28,7 @@ from raymoe.bench.gpu.settings import (
 )
 from raymoe.bench.gpu.suite import RESULTS, SuiteSettings, run_gpu_suite
 from raymoe.bench.kernels import kernel_jobs, measure_kernels
+from raymoe.bench.operations import PhaseTimes, measure_operations
 from raymoe.bench.steps import KindTimes, compare_steps, measure_lanes, times_by_kind
 from raymoe.bench.suite import Result, run_suite
 from raymoe.bench.workloads import SHAPES, WORKLOADS, make_checkpoint
@@ -102,6 +103,16 @@ Steps = Annotated[
         "--steps",
         help="Compare the measured time of raymoe's steps with the prediction from this machine's "
         "profile, instead of comparing engines.",
+        rich_help_panel=CPU,
+    ),
+]
+Operations = Annotated[
+    bool,
+    typer.Option(
+        "--operations",
+        help="Show where the time of raymoe's jobs goes, instead of comparing engines: seconds, "
+        "bytes and floating-point operations of each kind of operation, in prefill and in decode, "
+        "beside the time that they would take at the limit of the machine.",
         rich_help_panel=CPU,
     ),
 ]
@@ -262,6 +273,56 @@ def _step_table(name: str, kinds: Iterable[KindTimes]) -> Table:
             f"{100 * each.gap:+.1f}",
             *(f"{100 * each.gap_by_op[op]:+.0f}" for op in STEP_OPS),
         )
+    return table
+
+
+def run_operations(options: CpuOptions) -> None:
+    """Show where the time of our jobs goes; keep a line for each phase."""
+    path = options.out / "operations.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o666)
+    with os.fdopen(log, "a") as lines:
+        for shape, workload in itertools.product(options.shapes, options.workloads):
+            phases = measure_operations(
+                make_checkpoint(shape, options.out / shape),
+                WORKLOADS[workload],
+                num_threads=options.num_threads,
+                repetitions=options.repetitions,
+            )
+            for phase in phases:
+                lines.write(phase.to_json(shape=shape, workload=workload) + "\n")
+                Console().print(_operation_table(f"{shape} {workload}", phase))
+            lines.flush()
+    Console(stderr=True).print(f"each phase is a line of {path}", style="dim")
+
+
+def _operation_table(name: str, phase: PhaseTimes) -> Table:
+    """Fits 80 columns."""
+    title = f"{name}, {phase.phase}: {phase.num_steps} steps, {phase.num_tokens} tokens"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("operation", no_wrap=True)
+    for column in ("calls", "time", "share", "GB", "GFLOP", "limit", "of\nlimit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in phase.operations:
+        table.add_row(
+            each.kind,
+            f"{each.calls}",
+            format_seconds(each.seconds),
+            f"{100 * each.seconds / phase.seconds:.1f} %",
+            f"{each.num_bytes / GB:.2f}" if each.bound_s else "",
+            f"{each.flop / GB:.1f}" if each.flop else "",
+            format_seconds(each.bound_s) if each.bound_s else "",
+            f"{100 * each.bound_s / each.seconds:.0f} %" if each.bound_s and each.seconds else "",
+        )
+    for label, seconds in (("not accounted for", phase.not_accounted_s), ("sum", phase.sum_s)):
+        share = f"{100 * seconds / phase.seconds:.1f} %"
+        table.add_row(label, "", format_seconds(seconds), share)
+    bound_s = sum(each.bound_s for each in phase.operations)
+    of_limit = f"{100 * bound_s / phase.seconds:.0f} %"
+    table.add_row(
+        "by the clock", "", format_seconds(phase.seconds), "", "", "",
+        format_seconds(bound_s), of_limit,
+    )  # fmt: skip
     return table
 
 
@@ -454,6 +515,7 @@ def run(  # noqa: PLR0913 - the options of a command
     phases: Phases = False,
     kernels: Kernels = False,
     steps: Steps = False,
+    operations: Operations = False,
     out: Out = Path("raymoe-bench"),
     device: Device = "cuda",
     hardware: Hardware = None,
@@ -496,4 +558,9 @@ def run(  # noqa: PLR0913 - the options of a command
             contenders=contender or ["raymoe", "transformers"],
             repetitions=repetitions, num_threads=cores, out=out,
         )  # fmt: skip
-        run_steps(chosen) if steps else run_engines(chosen, has_phases=phases)
+        if operations:
+            run_operations(chosen)
+        elif steps:
+            run_steps(chosen)
+        else:
+            run_engines(chosen, has_phases=phases)

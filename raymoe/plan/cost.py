@@ -484,12 +484,12 @@ class StepCost:
         mixers = self.layer(task).mixers
         if not mixers.parameters:
             return 0.0
-        num_bytes = visits * tokens * self.row_bytes(self.work.residual_size)
+        num_bytes = self.work.mixing_bytes(tokens, visits)
         product_s = self.rates.product_s(task.resource, tokens, mixers.share(1, 2))
         return factors * product_s + self.rates.moved_s(task.resource, num_bytes)
 
     def row_bytes(self, width: int) -> int:
-        return self.work.bytes_per_element * width
+        return self.work.row_bytes(width)
 
     def experts_s(self, task: Task, tokens: float, share: float) -> float:
         """Seconds of a share of the experts that so many tokens activate."""
@@ -502,10 +502,8 @@ class StepCost:
 
 
 def _embed_s(cost: StepCost, task: Task) -> float:
-    """Embeddings of tokens and, from tables of n-grams, of these; both are read and written."""
-    tokens, work = cost.micro_batch(task).tokens, cost.work
-    num_bytes = tokens * (2 * cost.row_bytes(work.residual_size) + cost.row_bytes(work.ngram_width))
-    return cost.rates.moved_s(task.resource, num_bytes + tokens * work.ngram_bytes)
+    tokens = cost.micro_batch(task).tokens
+    return cost.rates.moved_s(task.resource, cost.work.embedding_bytes(tokens))
 
 
 def _up_s(cost: StepCost, task: Task) -> float:
@@ -516,10 +514,9 @@ def _up_s(cost: StepCost, task: Task) -> float:
 
 def _pre_s(cost: StepCost, task: Task) -> float:
     """Q, K, V projections: GA of MoE-Lens, section 6.4; MoE-Lightning, section 4.2, omits them."""
-    tokens, layer, hidden = cost.micro_batch(task).tokens, cost.layer(task), cost.work.hidden_size
-    width = 2 * (hidden + layer.pre.parameters // hidden)
+    tokens, layer = cost.micro_batch(task).tokens, cost.layer(task)
     seconds = cost.rates.product_s(task.resource, tokens, layer.pre) + cost.rates.between_s(
-        task.resource, tokens * cost.row_bytes(width)
+        task.resource, cost.work.before_attention_bytes(layer, tokens)
     )
     return seconds + cost.mixing_s(task, tokens, factors=1, visits=2)
 
@@ -575,7 +572,7 @@ def _hidden_s(cost: StepCost, task: Task) -> float:
 def _post_s(cost: StepCost, task: Task) -> float:
     layer, tokens = cost.layer(task), cost.micro_batch(task).tokens
     seconds = cost.rates.product_s(task.resource, tokens, layer.post.plus(layer.router))
-    between = tokens * cost.row_bytes(4 * cost.work.hidden_size)
+    between = cost.work.after_attention_bytes(tokens)
     seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
     # A gate of recurrent states reads the input of attention.
     again = 1 if layer.state_bytes and layer.recent is None else 0
@@ -602,7 +599,7 @@ def _experts_s(cost: StepCost, task: Task) -> float:
         sums = tokens * layer.expert_input * SUM_BYTES
         seconds = rates.roof_s(task.resource, 0.0, 2 * sums)
     if group + 1 == num_groups:
-        between = tokens * cost.row_bytes(3 * cost.work.hidden_size)
+        between = cost.work.after_ffn_bytes(tokens)
         seconds += rates.network_s(task.resource, tokens, layer.common)
         seconds += rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
         seconds += cost.mixing_s(task, tokens, factors=0, visits=2)
@@ -627,9 +624,8 @@ def _sums_s(cost: StepCost, task: Task) -> float:
 
 def _head_s(cost: StepCost, task: Task) -> float:
     rows = sum(micro_batch.logit_rows for micro_batch in cost.micro_batches)
-    vocabulary = cost.work.head.parameters // cost.work.hidden_size
     return cost.rates.product_s(task.resource, rows, cost.work.head) + cost.rates.between_s(
-        task.resource, rows * cost.row_bytes(vocabulary)
+        task.resource, cost.work.logit_bytes(rows)
     )
 
 

@@ -369,6 +369,35 @@ class ModelWork:
         layers = sum(layer.weight_bytes(layer.activated_experts(tokens)) for layer in self.layers)
         return layers + self.head.num_bytes
 
+    def row_bytes(self, width: int) -> int:
+        return self.bytes_per_element * width
+
+    def embedding_bytes(self, tokens: float) -> float:
+        """Bytes of embeddings, and of what comes from tables of n-grams; read and written."""
+        width = 2 * self.row_bytes(self.residual_size) + self.row_bytes(self.ngram_width)
+        return tokens * width + tokens * self.ngram_bytes
+
+    def before_attention_bytes(self, layer: LayerWork, tokens: float) -> float:
+        """Bytes that norm and rotation read and write."""
+        return tokens * self.row_bytes(
+            2 * (self.hidden_size + layer.pre.parameters // self.hidden_size)
+        )
+
+    def after_attention_bytes(self, tokens: float) -> float:
+        """Bytes that residual and norm read and write."""
+        return tokens * self.row_bytes(4 * self.hidden_size)
+
+    def after_ffn_bytes(self, tokens: float) -> float:
+        """Bytes read and written to add what the network returns."""
+        return tokens * self.row_bytes(3 * self.hidden_size)
+
+    def logit_bytes(self, rows: float) -> float:
+        return rows * self.row_bytes(self.head.parameters // self.hidden_size)
+
+    def mixing_bytes(self, tokens: float, visits: int) -> float:
+        """Bytes of all streams of the hidden state, read or written so many times."""
+        return visits * tokens * self.row_bytes(self.residual_size)
+
 
 def _common_hidden(layer: LayerSpec) -> int:
     ffn = layer.ffn
