@@ -165,8 +165,7 @@ def _attention_of_family(family: Family) -> str:
         "sinks": family.sinks != "none",
         "gate": family.gate is not None,
         "states": family.recurrent is not None,
-        "chosen positions": family.indexer is not None,
-        "exact up to a length": bool(family.context_limit),
+        "chosen positions": family.indexer is not None or family.blocks is not None,
     }
     kind = "latent" if family.is_latent else "grouped-query"
     return ", ".join([kind, *(note for note, is_there in notes.items() if is_there)])
@@ -261,6 +260,9 @@ def _attention(attention: AnyAttentionSpec) -> str:
         notes.append(f"window of {attention.sliding_window:,}")
     if attention.chunk_tokens is not None:
         notes.append(f"chunks of {attention.chunk_tokens:,}")
+    if attention.blocks is not None:
+        blocks = attention.blocks
+        notes.append(f"{blocks.top_k:,} blocks of {blocks.block_tokens:,} tokens chosen")
     if attention.has_sinks:
         notes.append("sinks")
     return ", ".join(notes)

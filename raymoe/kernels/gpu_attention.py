@@ -84,6 +84,17 @@ class DeviceCache:
         )
 
     @classmethod
+    def of_runs(
+        cls, cache: Tensor, layout: KvLayout, runs_LR: Tensor, tokens: int
+    ) -> "DeviceCache":
+        """Wrap runs of so many positions that each token chose, as if each were a block.
+
+        Args:
+            runs_LR: int32, counted in all blocks.
+        """
+        return replace(cls.of_blocks(cache, layout, runs_LR), block_tokens=tokens)
+
+    @classmethod
     def of_latents(cls, cache: Tensor, layout: LatentLayout, table_SM: Tensor) -> "DeviceCache":
         """Wrap latent blocks of one layer, [N, B, W]; the latents are the values of one head.
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from raymoe.kernels.cpu_attention import AttentionBatch, Chosen
 from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CacheLayout
-from raymoe.kernels.selection import Division, Pools
+from raymoe.kernels.selection import Division, Pools, sees_more_than
 from raymoe.kernels.torch_attention import PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, power_of_two, shared_memory_kib
 from raymoe.specs.hardware import HOPPER
-from raymoe.specs.layers import BlockIndexerSpec
+from raymoe.specs.layers import BlockIndexerSpec, PooledIndexerSpec
 
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.
@@ -272,11 +272,11 @@ class LatentRaggedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoosingTokens:
-    """All tokens of an `AttentionBatch`, for the kernel that scores what they choose from.
+    """Tokens of an `AttentionBatch`, for the kernel that scores what they choose from.
 
     Attributes:
         table_SM: int32 block table; entries beyond a context are not read.
-        late_T: int64, all tokens.
+        late_T: int64, the tokens: all, or those that see more than they choose.
         sequences_L: int32, their rows in the block table.
         positions_L: int32, their positions.
         num_positions: Exclusive upper bound of all positions.
@@ -292,10 +292,17 @@ class ChoosingTokens:
     entry_tokens: int
 
     @classmethod
-    def of(cls, batch: AttentionBatch, compute: AttentionCompute, *, entry_tokens: int) -> Self:
+    def of(
+        cls,
+        batch: AttentionBatch,
+        compute: AttentionCompute,
+        *,
+        entry_tokens: int,
+        late_T: Tensor | None = None,
+    ) -> Self:
         """Compute the indices, on the host."""
         work = _Work(batch)
-        tokens_T = np.arange(len(work.sequence_T))
+        tokens_T = np.arange(len(work.sequence_T)) if late_T is None else late_T.numpy()
         sequences_T, positions_T = work.places(tokens_T)
         return cls(
             compute=compute,
@@ -461,7 +468,61 @@ class BlockChoosingBatch:
         )
 
 
-StagedBatch = PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch | BlockChoosingBatch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateTokens:
+    """The tokens of a batch that choose blocks by pooled keys, and those that do not.
+
+    Attributes:
+        early_T: int64, tokens that attend to all that they see; `early` counts only these.
+        choosing: The others.
+        tiles: Of these, each over its chosen blocks.
+    """
+
+    early_T: Tensor
+    early: RaggedBatch
+    choosing: ChoosingTokens
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledBatch:
+    """An `AttentionBatch` for layers that choose blocks by pooled keys.
+
+    Attributes:
+        late: None where every token attends to all that it sees.
+    """
+
+    everything: RaggedBatch
+    pools: Pools
+    late: LateTokens | None
+
+    @classmethod
+    def of(
+        cls, batch: AttentionBatch, compute: AttentionCompute, indexer: PooledIndexerSpec
+    ) -> Self:
+        """Divide the tokens, on the host."""
+        everything, tokens = RaggedBatch.of(batch, compute), indexer.block_tokens
+        pools = Pools.of(batch, tokens)
+        if not sees_more_than(batch, indexer.num_seen):
+            return cls(everything=everything, pools=pools, late=None)
+        division = Division.of(batch, indexer.num_seen)
+        choosing = ChoosingTokens.of(batch, compute, entry_tokens=tokens, late_T=division.late_T)
+        num_late, whole = len(division.late_T), indexer.top_k * tokens
+        index_L, ones_L = torch.arange(num_late), torch.ones(num_late, dtype=torch.int64)
+        last_L = whole - 1 + (choosing.positions_L + 1) % tokens
+        fields_LF = torch.stack([index_L, index_L, ones_L, last_L], dim=1).int()
+        late = LateTokens(
+            early_T=division.early_T,
+            early=RaggedBatch.of(division.early, compute),
+            choosing=choosing,
+            tiles=Tiles(fields_LF, 1, indexer.num_seen),
+        )
+        return cls(everything=everything, pools=pools, late=late)
+
+
+StagedBatch = (
+    PagedBatch | RaggedBatch | LatentRaggedBatch | ChoosingBatch | BlockChoosingBatch | PooledBatch
+)
 
 
 class _Work:

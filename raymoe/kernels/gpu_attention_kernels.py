@@ -35,7 +35,8 @@ class KernelCache:
             are not paged have `row_heads` heads, an argument of the kernel: how many are made at
             once depends on the step.
         key_head: Stride between KV heads.
-        block_tokens: Rows that lie one after another for each entry of the block table.
+        block_tokens: Rows that lie one after another for each entry of the block table. If they are
+            fewer than a block of `paged_kv` has, an entry counts runs of so many rows in blocks.
         block_size: Units from one block of a paged cache to the next.
         dot: Type of the products.
         step: Units of queries and keys in one product.
@@ -171,13 +172,27 @@ def places_of(
         blocks = blocks.to(tl.int64)
         if C.is_blocked:
             size: tl.constexpr = BLOCK_TOKENS * (C.key_dim + C.value_dim) // C.pair
-            places = blocks * C.block_size + kv_head * size
+            runs: tl.constexpr = BLOCK_TOKENS // C.block_tokens
+            places = blocks // runs * C.block_size + kv_head * size
         else:
             places = blocks * C.block_size + positions % C.block_tokens * ROW + kv_head * HEAD
     else:
         first = tl.load(table_ptr).to(tl.int64)
         places = (first + positions) * (row_heads * HEAD) + kv_head * HEAD
     return places
+
+
+@triton.jit
+def offsets_of(
+    table_ptr: tl.tensor, positions: tl.tensor, is_there: tl.tensor, C: tl.constexpr
+) -> tl.tensor:
+    """Return where some positions of a blocked cache are in their blocks, in tokens."""
+    offsets = positions % C.block_tokens
+    if C.block_tokens < BLOCK_TOKENS:
+        runs: tl.constexpr = BLOCK_TOKENS // C.block_tokens
+        entries = tl.load(table_ptr + positions // C.block_tokens, mask=is_there, other=0)
+        offsets += entries % runs * C.block_tokens
+    return offsets
 
 
 @triton.jit
@@ -199,7 +214,7 @@ def load_values(
         table_ptr, first_U, is_there_U, kv_head, row_heads, C.value_row, C.value_head, C
     )
     if C.is_blocked:
-        offset_U1 = (first_U % BLOCK_TOKENS // C.pair)[:, None]
+        offset_U1 = (offsets_of(table_ptr, first_U, is_there_U, C) // C.pair)[:, None]
         within_UV = _value_places(columns_V[None, :], offset_U1, C)
         places_UV = places_U[:, None] + BLOCK_TOKENS * C.key_dim // C.pair + within_UV
     else:
@@ -377,7 +392,7 @@ def _attended(
             table_ptr, position_C, is_read_C, kv_head, row_heads, C.key_row, C.key_head, C
         )
         if C.is_blocked:
-            places_C += position_C % BLOCK_TOKENS
+            places_C += offsets_of(table_ptr, position_C, is_read_C, C)
         scores_MC = _scores(queries, key_ptr, places_C, is_read_C, C, Q)
         is_seen_MC = (position_C[None, :] <= position_M[:, None]) & (position_C < end)[None, :]
         if Q.window > 0:

@@ -20,12 +20,23 @@ from raymoe.kernels.gpu_attention import (
     append_latent_rows,
     append_launch,
 )
-from raymoe.kernels.gpu_attention_batch import BlockChoosingBatch, ChoosingBatch, ChoosingTokens
+from raymoe.kernels.gpu_attention_batch import (
+    BlockChoosingBatch,
+    ChoosingBatch,
+    ChoosingTokens,
+    LateTokens,
+    RaggedBatch,
+)
 from raymoe.kernels.gpu_attention_kernels import BLOCK_TOKENS
 from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch
 from raymoe.kernels.paged_kv import BLOCK_TOKENS as TOKENS_OF_BLOCK
 from raymoe.kernels.paged_kv import GATHERED_BYTES, KvLayout, LatentHeads, LatentLayout
-from raymoe.kernels.selection import IndexRows, chosen_blocks_of, chosen_of
+from raymoe.kernels.selection import (
+    IndexRows,
+    chosen_blocks_of,
+    chosen_of,
+    with_open_entry,
+)
 from raymoe.kernels.triton_support import power_of_two
 
 _POSITIONS = 64  # of a program
@@ -362,15 +373,9 @@ def append_and_attend_blocks_ragged(
     """
     query_THD, key_TGD, value_TGV = projected
     layout, ragged = KvLayout.of(key_TGD, value_TGV, cache.dtype), batch.everything
-    append_launch(projected, ragged.slots_T, cache, layout).run()
-    out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
-    if out is not None:
-        out_THV = out.view(out_THV.shape)
     scoring = Scoring(scale=scale)
-    if len(batch.early_T):
-        early = Projected(*(each[batch.early_T] for each in projected))
-        early_EX = append_and_attend_ragged(early, cache, batch.early, scoring)
-        out_THV[batch.early_T] = early_EX.view(len(early_EX), *out_THV.shape[1:])
+    append_launch(projected, ragged.slots_T, cache, layout).run()
+    out_THV = _attend_early(projected, cache, (batch.early_T, batch.early), scoring, out)
     query_LHD = query_THD[batch.late_T]
     late_LHV = query_LHD.new_empty(*query_LHD.shape[:2], layout.value_dim)
     group = query_LHD.shape[1] // layout.num_kv_heads
@@ -388,6 +393,67 @@ def append_and_attend_blocks_ragged(
             scoring=scoring,
         ).run(batch.tiles)
     out_THV[batch.late_T] = late_LHV
+    return out_THV.flatten(1)
+
+
+def _attend_early(
+    projected: Projected,
+    cache: Tensor,
+    early: tuple[Tensor, RaggedBatch],
+    scoring: Scoring,
+    out: Tensor | None,
+) -> Tensor:
+    """Attend from the tokens that do not choose; [T, H, V] of all, in `out`."""
+    (early_T, batch), query_THD = early, projected.query_THD
+    shape = (*query_THD.shape[:2], projected.value_TGV.shape[2])
+    out_THV = query_THD.new_empty(shape) if out is None else out.view(shape)
+    if len(early_T):
+        rows = Projected(*(each[early_T] for each in projected))
+        early_EX = append_and_attend_ragged(rows, cache, batch, scoring)
+        out_THV[early_T] = early_EX.view(len(early_EX), *out_THV.shape[1:])
+    return out_THV
+
+
+def append_and_attend_entries_ragged(
+    projected: Projected,
+    cache: Tensor,
+    everything: RaggedBatch,
+    late: LateTokens,
+    chosen_LK: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Append keys and values in place and attend; [T, H * V], in `out`.
+
+    Tokens that choose read the entries that they chose in place.
+
+    Args:
+        cache: Blocks [N, G, B * (D + V)]; they may be strided.
+        chosen_LK: Entries, as many of each token.
+    """
+    query_THD, key_TGD, value_TGV = projected
+    layout, scoring = KvLayout.of(key_TGD, value_TGV, cache.dtype), Scoring(scale=scale)
+    append_launch(projected, everything.slots_T, cache, layout).run()
+    out_THV = _attend_early(projected, cache, (late.early_T, late.early), scoring, out)
+    choosing, tokens = late.choosing, late.choosing.entry_tokens
+    per_block = TOKENS_OF_BLOCK // tokens
+    entries_LR = with_open_entry(chosen_LK, choosing.positions_L, tokens)
+    last_L1 = (choosing.positions_L.long() // tokens)[:, None]
+    entries_LR = entries_LR.minimum(last_L1)  # the open one may have no token yet
+    rows_LM = choosing.table_SM[choosing.sequences_L.long()].long()
+    blocks_LR = rows_LM.gather(1, entries_LR // per_block)
+    runs_LR = (blocks_LR * per_block + entries_LR % per_block).int()
+    query_LHD = query_THD[choosing.late_T]
+    late_LHV = query_LHD.new_empty(*query_LHD.shape[:2], layout.value_dim)
+    Attending(
+        query_THD=query_LHD,
+        cache=DeviceCache.of_runs(cache, layout, runs_LR, tokens),
+        out_THV=late_LHV,
+        compute=everything.compute,
+        scoring=scoring,
+    ).run(late.tiles)
+    out_THV[choosing.late_T] = late_LHV
     return out_THV.flatten(1)
 
 

@@ -105,6 +105,55 @@ def check_cache_dtype(dtype: torch.dtype) -> None:
         raise ConfigError(f"KV cache dtype is {dtype}; supported: {FLOAT_DTYPES}")
 
 
+def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
+    """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
+    num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
+    shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
+    keys, values = cache.tensor_split([layout.key_elements], dim=2)
+    tiles = [
+        tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
+        for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
+    ]
+    return keys.view(shape), tiles
+
+
+def rows_of(
+    cache: Tensor, blocks_T: Tensor, offsets_T: Tensor, layout: KvLayout
+) -> tuple[Tensor, Tensor]:
+    """Copy keys [T, G, D] and values [T, G, V] of some positions."""
+    keys, tiles = block_views(cache, layout)
+    key_TGD = keys[blocks_T, :, :, offsets_T].flatten(2)
+    pair = layout.pair
+    values = [tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] for tile in tiles]
+    return key_TGD, torch.cat(values, dim=2)
+
+
+def gather_runs(cache: Tensor, blocks_NR: Tensor, runs_NR: Tensor, layout: KvLayout) -> Tensor:
+    """Copy runs of positions side by side into new blocks, [N, *block_shape].
+
+    Args:
+        cache: Blocks of one layer; they may be strided.
+        blocks_NR: Where the runs of each new block are; together they fill it.
+        runs_NR: Their places in these, in runs.
+    """
+    num_runs, pair = blocks_NR.shape[1], layout.pair
+    run = BLOCK_TOKENS // num_runs
+    out = cache.new_empty(len(blocks_NR), *layout.block_shape)
+    # A run is contiguous within a dimension of the keys, and within a tile of the values.
+    (keys, tiles), (new_keys, new_tiles) = (block_views(each, layout) for each in (cache, out))
+    run_NGDRX, new_NGDRX = (
+        each.view(*each.shape[:3], num_runs, run * pair) for each in (keys, new_keys)
+    )
+    new_NGDRX.copy_(run_NGDRX[blocks_NR, :, :, runs_NR].permute(0, 2, 3, 1, 4))
+    for tile, new_tile in zip(tiles, new_tiles, strict=True):
+        width = run * tile.shape[3]
+        run_NGRX, new_NGRX = (
+            each.view(*each.shape[:2], num_runs, width) for each in (tile, new_tile)
+        )
+        new_NGRX.copy_(run_NGRX[blocks_NR, :, runs_NR].transpose(1, 2))
+    return out
+
+
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Copy keys and values of one block to [B, G, D] and [B, G, V]; for tests."""
     heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
@@ -165,18 +214,20 @@ class LatentLayout:
 class IndexedLayout:
     """Blocks of another layout, each followed by the index keys of its tokens, [B, I].
 
-    Index keys may be pooled: [B / P, I] of whole entries, then [P, 2 I] of the tokens of an open
-    one, of which a block has at most one.
+    Index keys may be pooled: [B / P, I] of whole entries, then [P, O] of the tokens of an open one,
+    of which a block has at most one.
 
     Attributes:
         attended: What attention reads.
         index_dim: Elements of an index key (I).
         pool: Tokens of an entry (P), a divisor of those of a block; None: keys are not pooled.
+        open_dim: Elements that are kept of a token of an open entry (O).
     """
 
     attended: KvLayout | LatentLayout
     index_dim: int
     pool: int | None = None
+    open_dim: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,7 +243,7 @@ class IndexedLayout:
 
     @property
     def _open_elements(self) -> int:
-        return 0 if self.pool is None else 2 * self.pool * self.index_dim
+        return 0 if self.pool is None else self.pool * self.open_dim
 
     @property
     def block_shape(self) -> tuple[int]:
@@ -218,9 +269,9 @@ class IndexedLayout:
         return part_NX.view(len(cache), -1, self.index_dim)
 
     def open_tokens(self, cache: Tensor) -> Tensor:
-        """The tokens of open entries, [N, P, 2 I]; a view."""
+        """The tokens of open entries, [N, P, O]; a view."""
         part_NX = cache[:, self._attended_elements + self._key_elements :]
-        return part_NX.view(len(cache), -1, 2 * self.index_dim)
+        return part_NX.view(len(cache), -1, self.open_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend_latent,
 )
 from raymoe.kernels.elementwise import Projected
-from raymoe.kernels.paged_kv import BLOCK_TOKENS
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, gather_runs, rows_of
 
 # Upper bound of the chosen rows that are gathered in one call.
 GATHERED_BYTES = 64 << 20
@@ -90,6 +90,7 @@ class Pools:
         token_EP: Tokens of the entries, counted in the step; negative ones are from earlier steps.
         block_E: Blocks of the entries.
         row_E: Their rows in these.
+        first_E: Positions of their first tokens.
         kept_K: Tokens of open entries.
         block_K: Their blocks.
         offset_K: Their places in the entries.
@@ -98,6 +99,7 @@ class Pools:
     token_EP: Tensor
     block_E: Tensor
     row_E: Tensor
+    first_E: Tensor
     kept_K: Tensor
     block_K: Tensor
     offset_K: Tensor
@@ -117,10 +119,28 @@ class Pools:
             token_EP=token_EP.masked_fill(is_earlier_EP, -1),
             block_E=block_T[end_E],
             row_E=position_T[end_E] % BLOCK_TOKENS // pool,
+            first_E=position_T[end_E] + 1 - pool,
             kept_K=kept_K,
             block_K=block_T[kept_K],
             offset_K=position_T[kept_K] % pool,
         )
+
+
+def pool_tokens(key_TX: Tensor, open_NPX: Tensor, pools: Pools) -> Tensor:
+    """Return the tokens of completed entries, [E, P, X], and keep those of open ones in place.
+
+    Open entries keep the tokens themselves, so that no entry depends on the steps that its tokens
+    came in.
+
+    Args:
+        open_NPX: Tokens of the open entry of each block, of which at most one is used.
+    """
+    key_TX = key_TX.to(open_NPX.dtype)
+    token_EP = pools.token_EP
+    new_EPX = key_TX[token_EP.clamp_min(0)]
+    row_EPX = torch.where(token_EP[..., None] < 0, open_NPX[pools.block_E], new_EPX)
+    open_NPX[pools.block_K, pools.offset_K] = key_TX[pools.kept_K]
+    return row_EPX
 
 
 def append_pooled_keys(
@@ -129,23 +149,17 @@ def append_pooled_keys(
     """Add tokens to the entries of their windows; in place, on the device of the arguments.
 
     An entry is the sum of its tokens' keys, weighed in each dimension by a softmax over the tokens.
-    Open entries keep the tokens themselves, so that no entry depends on the steps that its tokens
-    came in.
 
     Args:
         key_TX: Keys of the tokens, then what decides their weights, [T, 2 I].
         keys_NEI: Whole entries.
-        open_NPX: Tokens of the open entry of each block, of which at most one is used.
+        open_NPX: As in `pool_tokens`.
         bias_PI: float32, added to what decides the weights, by place in the entry.
     """
-    key_TX = key_TX.to(open_NPX.dtype)
-    token_EP = pools.token_EP
-    new_EPX = key_TX[token_EP.clamp_min(0)]
-    row_EPX = torch.where(token_EP[..., None] < 0, open_NPX[pools.block_E], new_EPX)
+    row_EPX = pool_tokens(key_TX, open_NPX, pools)
     value_EPI, score_EPI = row_EPX.float().chunk(2, dim=2)
     weight_EPI = (score_EPI + bias_PI).softmax(dim=1)
     keys_NEI[pools.block_E, pools.row_E] = (weight_EPI * value_EPI).sum(1).to(keys_NEI.dtype)
-    open_NPX[pools.block_K, pools.offset_K] = key_TX[pools.kept_K]
 
 
 def with_tail(chosen_TK: Tensor, position_T: Tensor, pool: int) -> Tensor:
@@ -438,3 +452,74 @@ def _of_kv_head(projected: Projected, head: int, num_kv_heads: int) -> Projected
     own, group = slice(head, head + 1), query_THD.shape[1] // num_kv_heads
     queries = query_THD[:, head * group : (head + 1) * group]
     return Projected(queries, key_TGD[:, own], value_TGV[:, own])
+
+
+def attend_entries(
+    projected: Projected,
+    cache: Tensor,
+    batch: AttentionBatch,
+    chosen_TK: Tensor,
+    *,
+    entry_tokens: int,
+    scale: float,
+) -> Tensor:
+    """Attend to the entries that each token chose and to the tokens behind them; [T, H * V].
+
+    Precision and errors are those of `cpu_attention.append_and_attend`. Keys and values are in the
+    cache already; what a token chose is copied side by side.
+
+    Args:
+        cache: Blocks of one layer, [N, G, B * (D + V)]; they may be strided.
+        chosen_TK: Entries of `entry_tokens` in ascending order, K of each token.
+    """
+    query_THD, key_TGD, value_TGV = projected
+    layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
+    entries_TR = with_open_entry(chosen_TK, positions_of(batch), entry_tokens)
+    blocks_TR, runs_TR = entry_places(batch, entries_TR, entry_tokens)
+    open_T = (positions_of(batch) + 1) % entry_tokens
+    context_T = chosen_TK.shape[1] * entry_tokens + open_T
+    num_tokens, num_runs = blocks_TR.shape
+    per_block = BLOCK_TOKENS // entry_tokens
+    num_blocks = num_runs // per_block
+    out_TX = query_THD.new_empty(num_tokens, query_THD.shape[1] * layout.value_dim)
+    at_once = max(1, GATHERED_BYTES // (num_blocks * cache[0].nbytes))
+    for rows in torch.split(torch.arange(num_tokens), at_once):
+        memory = gather_runs(
+            cache, blocks_TR[rows].view(-1, per_block), runs_TR[rows].view(-1, per_block), layout
+        )
+        table_tM = torch.arange(len(memory)).view(len(rows), num_blocks)
+        last_t = context_T[rows] - 1
+        last_blocks_t = table_tM[torch.arange(len(rows)), last_t // BLOCK_TOKENS]
+        # The last position is written over itself.
+        key_tGD, value_tGV = rows_of(memory, last_blocks_t, last_t % BLOCK_TOKENS, layout)
+        out_TX[rows] = append_and_attend(
+            query_THD[rows],
+            key_tGD.to(query_THD.dtype),
+            value_tGV.to(query_THD.dtype),
+            memory,
+            AttentionBatch(
+                query_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+                context_tokens=context_T[rows].int(),
+                block_table=table_tM.int(),
+            ),
+            scale=scale,
+        )
+    return out_TX
+
+
+def with_open_entry(chosen_TK: Tensor, position_T: Tensor, entry_tokens: int) -> Tensor:
+    """Chosen entries of each token, then its open one up to whole blocks, [T, R] int64."""
+    per_block = BLOCK_TOKENS // entry_tokens
+    spare = -(chosen_TK.shape[1] + 1) % per_block
+    open_T1 = ((position_T.long() + 1) // entry_tokens)[:, None]
+    return torch.cat([chosen_TK.long(), open_T1.expand(-1, 1 + spare)], dim=1)
+
+
+def entry_places(
+    batch: AttentionBatch, entries_TR: Tensor, entry_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Blocks of entries, and their places in these; those of the token itself if it sees none."""
+    first_TR = (entries_TR * entry_tokens).minimum(positions_of(batch)[:, None])
+    sequence_T = torch.repeat_interleave(batch.num_new)
+    blocks_TR = batch.block_table.long()[sequence_T[:, None], first_TR // BLOCK_TOKENS]
+    return blocks_TR, first_TR % BLOCK_TOKENS // entry_tokens

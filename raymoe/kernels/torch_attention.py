@@ -17,6 +17,7 @@ from raymoe.kernels.paged_kv import (
     CacheLayout,
     KvLayout,
     LatentHeads,
+    block_views,
 )
 from raymoe.kernels.selection import (
     IndexRows,
@@ -174,7 +175,7 @@ def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
 def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:
     num_tokens, num_kv_heads, head_dim = projected.key_TGD.shape
     pair, blocks_T, offsets_T = layout.pair, batch.blocks_T, batch.offsets_T
-    keys, tiles = _views(cache, layout)
+    keys, tiles = block_views(cache, layout)
     paired = projected.key_TGD.view(num_tokens, num_kv_heads, head_dim // pair, pair)
     keys[blocks_T, :, :, offsets_T] = paired.to(cache.dtype)
     columns = torch.split(projected.value_TGV, VALUE_COLUMNS, dim=2)
@@ -183,23 +184,11 @@ def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLa
 
 
 def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
-    keys, tiles = _views(cache, layout)
+    keys, tiles = block_views(cache, layout)
     # [S, M, G, D / P, B, P] and, for each tile, [S, M, G, B / P, columns, P]
     keys_SGCD = keys[table_SM].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
     values = [tile[table_SM].permute(0, 2, 1, 3, 5, 4).flatten(2, 4) for tile in tiles]
     return keys_SGCD, torch.cat(values, dim=3)
-
-
-def _views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
-    """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
-    num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
-    shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
-    keys, values = cache.tensor_split([layout.key_elements], dim=2)
-    tiles = [
-        tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
-        for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
-    ]
-    return keys.view(shape), tiles
 
 
 def append_and_attend_latent_paged(

@@ -32,6 +32,7 @@ from raymoe.kernels.gpu_attention_batch import (
     BlockChoosingBatch,
     ChoosingBatch,
     LatentRaggedBatch,
+    PooledBatch,
     RaggedBatch,
     StagedBatch,
 )
@@ -49,6 +50,7 @@ from raymoe.kernels.selection import (
     append_pooled_keys,
     attend_blocks,
     attend_chosen,
+    attend_entries,
     choose_blocks,
     choose_positions,
     positions_of,
@@ -62,10 +64,10 @@ from raymoe.kernels.torch_attention import (
     choose_blocks_paged,
     choose_paged,
 )
-from raymoe.model.indexer import BlockIndexer, Indexer
+from raymoe.model.indexer import BlockIndexer, Indexer, PooledIndexer
 from raymoe.model.loading import Loader, NormOverRanks
-from raymoe.model.rope import Angles
-from raymoe.specs.layers import GateActivation, OutputGate
+from raymoe.model.rope import Angles, Rotary
+from raymoe.specs.layers import GateActivation, OutputGate, PooledIndexerSpec
 from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
 
 
@@ -145,11 +147,14 @@ class Attention(OneForm):
         eps: float,
         norm_offset: float | None,
         is_interleaved: bool,
+        rotaries: tuple[Rotary, Rotary],
         norm_over_ranks: NormOverRanks | None = None,
     ) -> None:
         """Load the weights `prefix` + "q_proj" and so on.
 
-        `norm_over_ranks` norms queries and keys whose heads are distributed over ranks.
+        Args:
+            rotaries: That of the device of the weights, and that of the host.
+            norm_over_ranks: Norms queries and keys whose heads are distributed over ranks.
         """
         self._norm_over_ranks = norm_over_ranks
         self._spec = spec
@@ -171,11 +176,16 @@ class Attention(OneForm):
         has_norm = spec.qk_norm in {"head", "full"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
-        self._indexer: BlockIndexer | None = None
+        self._indexer: BlockIndexer | PooledIndexer | None = None
         if spec.blocks is not None:
             assert norm_offset is not None, "such layers norm heads by 1 + weight"
-            norm = (eps, norm_offset)
-            self._indexer = BlockIndexer(spec.blocks, loader, f"{prefix}indexer.", norm=norm)
+            norm, index = (eps, norm_offset), f"{prefix}indexer."
+            if isinstance(spec.blocks, PooledIndexerSpec):
+                self._indexer = PooledIndexer(
+                    spec.blocks, loader, index, norm=norm, rotaries=rotaries
+                )
+            else:
+                self._indexer = BlockIndexer(spec.blocks, loader, index, norm=norm)
         self._sinks_H = self._host_sinks_H = None
         if spec.has_sinks:
             self._sinks_H, self._host_sinks_H = _sinks(loader, prefix)
@@ -227,7 +237,7 @@ class Attention(OneForm):
         layout = grouped_layout(self._spec, cache.dtype)
         if isinstance(layout, IndexedLayout):
             projected, rows = self._without_index(projected)
-            append_latent(rows.key_TI, layout.index_keys(cache), batch)
+            self._append_index(rows.key_TI, cache, batch, layout)
             cache = layout.attended_blocks(cache)
         append(projected.key_TGD, projected.value_TGV, cache, batch)
 
@@ -238,8 +248,22 @@ class Attention(OneForm):
         value_TGV, index_TNV = projected.value_TGV.tensor_split([spec.num_kv_heads], dim=1)
         index_TX = index_TNV.flatten(1)[:, : indexer.width]
         key_TI, query_TX = index_TX.tensor_split([indexer.head_dim], dim=1)
-        rows = IndexRows(key_TI, query_TX, query_TX[:, :0])
-        return projected._replace(value_TGV=value_TGV), rows
+        ones_TJ = query_TX.new_ones(len(query_TX), indexer.num_heads)
+        return projected._replace(value_TGV=value_TGV), IndexRows(key_TI, query_TX, ones_TJ)
+
+    def _append_index(
+        self, key_TI: Tensor, cache: Tensor, batch: AttentionBatch, layout: IndexedLayout
+    ) -> None:
+        if layout.pool is None:
+            append_latent(key_TI, layout.index_keys(cache), batch)
+        else:
+            self._append_pooled(key_TI, cache, Pools.of(batch, layout.pool), on_host=True)
+
+    def _append_pooled(self, key_TI: Tensor, cache: Tensor, pools: Pools, *, on_host: bool) -> None:
+        layout = grouped_layout(self._spec, cache.dtype)
+        assert isinstance(layout, IndexedLayout), "it has index keys"
+        assert isinstance(self._indexer, PooledIndexer), "its keys are pooled"
+        self._indexer.append(key_TI, cache, layout, pools, on_host=on_host)
 
     def _attend_choosing(
         self, projected: Projected, cache: Tensor, batch: AttentionBatch, layout: IndexedLayout
@@ -248,8 +272,8 @@ class Attention(OneForm):
         indexer = self._spec.blocks
         assert indexer is not None, "it has index keys"
         projected, index = self._without_index(projected)
-        keys_NBI, cache = layout.index_keys(cache), layout.attended_blocks(cache)
-        append_latent(index.key_TI, keys_NBI, batch)
+        self._append_index(index.key_TI, cache, batch, layout)
+        keys_NEI, cache = layout.index_keys(cache), layout.attended_blocks(cache)
         if not sees_more_than(batch, indexer.num_seen):
             return append_and_attend(*projected, cache, batch, scale=self._spec.scale)
         division = Division.of(batch, indexer.num_seen)
@@ -263,23 +287,34 @@ class Attention(OneForm):
                 *early, cache, division.early, scale=self._spec.scale
             )
         append(late.key_TGD, late.value_TGV, cache, division.late)
-        chosen_TGK = choose_blocks(
-            index.query_TX[division.late_T],
-            keys_NBI,
-            division.late,
-            top_k=indexer.top_k,
-            block_tokens=indexer.block_tokens,
-            num_local=indexer.num_local,
-        )
-        out_TX[division.late_T] = attend_blocks(
-            late,
-            cache,
-            division.late,
-            chosen_TGK,
-            block_tokens=indexer.block_tokens,
-            scale=self._spec.scale,
+        out_TX[division.late_T] = self._attend_chosen(
+            late, index.select(division.late_T), (keys_NEI, cache), division.late
         )
         return out_TX
+
+    def _attend_chosen(
+        self,
+        late: Projected,
+        index: IndexRows,
+        memory: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Attend from tokens that choose by index keys, which are in the cache with their KV."""
+        (keys_NEI, cache), indexer, scale = memory, self._spec.blocks, self._spec.scale
+        assert indexer is not None, "its tokens choose"
+        tokens = indexer.block_tokens
+        if isinstance(indexer, PooledIndexerSpec):
+            chosen_TK = choose_positions(index, keys_NEI, batch, indexer.top_k, entry_tokens=tokens)
+            return attend_entries(late, cache, batch, chosen_TK, entry_tokens=tokens, scale=scale)
+        chosen_TGK = choose_blocks(
+            index.query_TX,
+            keys_NEI,
+            batch,
+            top_k=indexer.top_k,
+            block_tokens=tokens,
+            num_local=indexer.num_local,
+        )
+        return attend_blocks(late, cache, batch, chosen_TGK, block_tokens=tokens, scale=scale)
 
     def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         layout = grouped_layout(self._spec, cache.dtype)
@@ -302,6 +337,11 @@ class Attention(OneForm):
     ) -> StagedBatch:
         dim, indexer = self._spec.value_dim, self._spec.blocks
         compute = gpu_attention_batch.attention_compute(device, self._dtype, dim)
+        if isinstance(indexer, PooledIndexerSpec):
+            if compute is not None:
+                return PooledBatch.of(batch, compute, indexer)
+            pools = Pools.of(batch, indexer.block_tokens)
+            return replace(PagedBatch.of(batch, layout), pools=pools)
         if compute is None:
             return PagedBatch.of(batch, layout)
         if indexer is not None and sees_more_than(batch, indexer.num_seen):
@@ -316,6 +356,8 @@ class Attention(OneForm):
         out: Tensor | None = None,
     ) -> Tensor:
         layout, masks = grouped_layout(self._spec, staged.dtype), None
+        if isinstance(batch, PooledBatch):
+            return self._choose_entries_ragged(projected, staged, batch, out)
         if isinstance(batch, RaggedBatch | BlockChoosingBatch):
             if isinstance(layout, IndexedLayout):
                 return self._choose_ragged(projected, staged, batch, out)
@@ -325,9 +367,8 @@ class Attention(OneForm):
         if isinstance(layout, IndexedLayout):
             assert self._spec.blocks is not None, "it has index keys"
             projected, index = self._without_index(projected)
-            keys_NBI, staged = layout.index_keys(staged), layout.attended_blocks(staged)
-            keys_NBI[batch.blocks_T, batch.offsets_T] = index.key_TI.to(keys_NBI.dtype)
-            masks = choose_blocks_paged(index.query_TX, keys_NBI, batch, self._spec.blocks)
+            masks = self._choose_paged(index, staged, batch, layout)
+            staged = layout.attended_blocks(staged)
         result_TX = append_and_attend_paged(
             projected,
             staged,
@@ -338,6 +379,21 @@ class Attention(OneForm):
             masks_SGQC=masks,
         )
         return result_TX if out is None else out.copy_(result_TX)
+
+    def _choose_paged(
+        self, index: IndexRows, staged: Tensor, batch: PagedBatch, layout: IndexedLayout
+    ) -> tuple[Tensor, ...]:
+        """Append index keys; return what tokens attend to as `append_and_attend_paged` takes it."""
+        indexer, keys_NEI = self._spec.blocks, layout.index_keys(staged)
+        if isinstance(indexer, PooledIndexerSpec):
+            assert batch.pools is not None, "made by `staged_batch`"
+            self._append_pooled(index.key_TI, staged, batch.pools, on_host=False)
+            tokens, num_kv_heads = indexer.block_tokens, self._spec.num_kv_heads
+            masks = choose_paged(index, keys_NEI, batch, indexer.top_k, entry_tokens=tokens)
+            return tuple(mask[:, None].expand(-1, num_kv_heads, -1, -1) for mask in masks)
+        assert indexer is not None, "it has index keys"
+        keys_NEI[batch.blocks_T, batch.offsets_T] = index.key_TI.to(keys_NEI.dtype)
+        return choose_blocks_paged(index.query_TX, keys_NEI, batch, indexer)
 
     def _attend_ragged(
         self, projected: Projected, staged: Tensor, batch: RaggedBatch, out: Tensor | None
@@ -382,6 +438,28 @@ class Attention(OneForm):
             projected, staged, batch, chosen_LGK, scale=self._spec.scale, out=out
         )
 
+    def _choose_entries_ragged(
+        self, projected: Projected, staged: Tensor, batch: PooledBatch, out: Tensor | None
+    ) -> Tensor:
+        # This module imports Triton.
+        from raymoe.kernels.gpu_selection import (  # noqa: PLC0415
+            append_and_attend_entries_ragged,
+            choose_positions_ragged,
+        )
+
+        layout, indexer = grouped_layout(self._spec, staged.dtype), self._spec.blocks
+        assert isinstance(layout, IndexedLayout), "it has index keys"
+        assert indexer is not None, "it has index keys"
+        projected, index = self._without_index(projected)
+        self._append_pooled(index.key_TI, staged, batch.pools, on_host=False)
+        keys_NEI, staged = layout.index_keys(staged), layout.attended_blocks(staged)
+        if batch.late is None:
+            return self._attend_ragged(projected, staged, batch.everything, out)
+        chosen_LK = choose_positions_ragged(index, keys_NEI, batch.late.choosing, indexer.top_k)
+        return append_and_attend_entries_ragged(
+            projected, staged, batch.everything, batch.late, chosen_LK, self._spec.scale, out=out
+        )
+
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         if self._gate is not None:
             attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
@@ -397,7 +475,11 @@ def grouped_layout(spec: AttentionSpec, dtype: torch.dtype) -> KvLayout | Indexe
     )
     if spec.blocks is None:
         return layout
-    return IndexedLayout(attended=layout, index_dim=spec.blocks.head_dim)
+    dim = spec.blocks.head_dim
+    if isinstance(spec.blocks, PooledIndexerSpec):
+        pool = spec.blocks.block_tokens
+        return IndexedLayout(attended=layout, index_dim=dim, pool=pool, open_dim=dim)
+    return IndexedLayout(attended=layout, index_dim=dim)
 
 
 def _sinks(loader: Loader, prefix: str) -> tuple[Tensor, Tensor]:
@@ -433,7 +515,12 @@ def latent_layout(spec: LatentAttentionSpec, dtype: torch.dtype) -> LatentLayout
     if spec.indexer is None or spec.indexer.is_shared:
         return layout
     indexer = spec.indexer
-    return IndexedLayout(attended=layout, index_dim=indexer.head_dim, pool=indexer.pool)
+    return IndexedLayout(
+        attended=layout,
+        index_dim=indexer.head_dim,
+        pool=indexer.pool,
+        open_dim=2 * indexer.head_dim,
+    )
 
 
 class LatentAttention:

@@ -52,7 +52,12 @@ from raymoe.specs.layer_weights import (
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import AnyAttentionSpec, CompressedAttentionSpec
+from raymoe.specs.layers import (
+    AnyAttentionSpec,
+    CompressedAttentionSpec,
+    LayerSpec,
+    PooledIndexerSpec,
+)
 from raymoe.specs.model import (
     AttentionSpec,
     LatentAttentionSpec,
@@ -146,7 +151,7 @@ class Layer:
                 spec.attention, loader, f"{prefix}self_attn.", rotaries
             )
         else:
-            self.attention = _attention(model, i, loader, reduce)
+            self.attention = _attention(model, i, loader, reduce, rotaries=rotaries)
         is_gated = (isinstance(spec.attention, RecurrentSpec) and spec.ngrams is None) or (
             isinstance(spec.attention, AttentionSpec | LatentAttentionSpec)
             and spec.attention.gate is not None
@@ -184,8 +189,16 @@ class Layer:
         return input_TH if self.ffn_norm is None else self.ffn_norm(input_TH), factors_TF
 
 
+def _rotates_entries(layer: LayerSpec) -> bool:
+    """Whether a layer rotates rows that it makes itself, where its cache is."""
+    attention = layer.attention
+    if isinstance(attention, AttentionSpec):
+        return isinstance(attention.blocks, PooledIndexerSpec)
+    return isinstance(attention, CompressedAttentionSpec)
+
+
 def _attention(
-    model: ModelSpec, i: int, loader: Loader, reduce: Reduce
+    model: ModelSpec, i: int, loader: Loader, reduce: Reduce, *, rotaries: tuple[Rotary, Rotary]
 ) -> LayerAttention | Recurrent:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
     if isinstance(spec, RecurrentSpec) and spec.ngrams is not None:
@@ -208,6 +221,7 @@ def _attention(
         eps=model.norm_eps,
         norm_offset=model.norm_offset,
         is_interleaved=is_interleaved,
+        rotaries=rotaries,
         norm_over_ranks=norm_over_ranks,
     )
 
@@ -231,10 +245,7 @@ class Decoder:
         self.needs_prompt_tokens = spec.depends_on_length
         rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
         self._rotary = [rotary[layer.rope] for layer in spec.layers]
-        # Attention to compressed entries rotates rows that it makes itself, where its cache is.
-        if loader.device.type != "cpu" and any(
-            isinstance(layer.attention, CompressedAttentionSpec) for layer in spec.layers
-        ):
+        if loader.device.type != "cpu" and any(map(_rotates_entries, spec.layers)):
             rotary = {layer.rope: Rotary(layer.rope) for layer in spec.layers}
         self._host_rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)

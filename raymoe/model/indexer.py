@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from raymoe.kernels.elementwise import rms_norm, rotate_heads
+from raymoe.kernels.paged_kv import IndexedLayout
+from raymoe.kernels.selection import Pools, pool_tokens
 from raymoe.model.loading import Loader
 from raymoe.model.norms import LayerNorm
-from raymoe.model.rope import Angles
-from raymoe.specs.layers import BlockIndexerSpec, IndexerSpec
+from raymoe.model.rope import Angles, Rotary
+from raymoe.specs.layers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
 
 
 class Indexer:
@@ -85,3 +87,62 @@ class BlockIndexer:
         rows_T, *tables = angles
         cosines, sines = (table_PR[rows_T.long(), None].to(heads_TNI.dtype) for table_PR in tables)
         return rotate_heads(heads_TNI, cosines, sines, is_interleaved=False).flatten(1)
+
+
+class PooledIndexer:
+    """Index queries of one layer's tokens, and index keys of blocks of a few tokens."""
+
+    def __init__(
+        self,
+        spec: PooledIndexerSpec,
+        loader: Loader,
+        prefix: str,
+        *,
+        norm: tuple[float, float],
+        rotaries: tuple[Rotary, Rotary],
+    ) -> None:
+        """Load the weights `prefix` + "q_proj" and so on.
+
+        Args:
+            norm: Epsilon of the norms of heads, and what is added to their weights.
+            rotaries: That of the device of the weights, and that of the host.
+        """
+        self._spec, (self._eps, self._offset), self._rotaries = spec, norm, rotaries
+        self._both = loader.linear([f"{prefix}{part}_proj" for part in "kq"])
+        self._query_norm = loader.vector(f"{prefix}q_norm.weight")
+        self._key_norms = tuple(
+            loader.score_vector(f"{prefix}k_norm.weight", is_on_host=on_host).to(loader.dtype)
+            for on_host in (False, True)
+        )
+
+    def __call__(self, normed_TH: Tensor, angles: Angles) -> Tensor:
+        """Return rows [T, I + J * I]: the token's share of a key, then its queries."""
+        both_TX, dim = self._both(normed_TH), self._spec.head_dim
+        key_TI, query_TX = both_TX.tensor_split([dim], dim=1)
+        heads_XI = query_TX.reshape(-1, dim)
+        heads_XI = rms_norm(heads_XI, self._query_norm, self._eps, self._offset)
+        query_TJI = _rotated(heads_XI.view(len(both_TX), -1, dim), angles.rows_T, angles[1:])
+        return torch.cat([key_TI, query_TJI.flatten(1)], dim=1)
+
+    def append(
+        self, key_TI: Tensor, cache: Tensor, layout: IndexedLayout, pools: Pools, *, on_host: bool
+    ) -> None:
+        """Add tokens to the keys of their blocks, in place, on the device of the arguments.
+
+        Args:
+            cache: Blocks of one layer.
+        """
+        keys_NEI = layout.index_keys(cache)
+        rows_EPI = pool_tokens(key_TI, layout.open_tokens(cache), pools)
+        mean_EI = rows_EPI.float().mean(1).to(key_TI.dtype)
+        normed_EI = rms_norm(mean_EI, self._key_norms[on_host], self._eps, self._offset)
+        tables = self._rotaries[on_host].tables
+        rotated_E1I = _rotated(normed_EI[:, None], pools.first_E, tables)
+        keys_NEI[pools.block_E, pools.row_E] = rotated_E1I[:, 0].to(keys_NEI.dtype)
+
+
+def _rotated(heads_TNI: Tensor, rows_T: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+    """Rotate halves of the first dimensions by rows of the tables."""
+    rows_T = rows_T.long()
+    cosines, sines = (table_PR[rows_T, None].to(heads_TNI.dtype) for table_PR in tables)
+    return rotate_heads(heads_TNI, cosines, sines, is_interleaved=False)

@@ -44,6 +44,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    PooledIndexerSpec,
     RecurrentSpec,
     StatefulSpec,
 )
@@ -420,8 +421,8 @@ def _selection(attention: AnyAttentionSpec) -> Selection:
         indexer = attention.indexer
         return Selection(indexer.num_seen, indexer.pair_flop, indexer.read_width, copies=True)
     if isinstance(attention, AttentionSpec) and attention.blocks is not None:
-        blocks = attention.blocks
-        return Selection(blocks.num_seen, blocks.pair_flop, blocks.head_dim)
+        blocks, copies = attention.blocks, isinstance(attention.blocks, PooledIndexerSpec)
+        return Selection(blocks.num_seen, blocks.pair_flop, blocks.read_width, copies)
     if isinstance(attention, CompressedAttentionSpec) and attention.indexer is not None:
         ratio, entries = attention.ratio or 1, attention.indexer
         flop = 2 * entries.num_heads * entries.head_dim // ratio

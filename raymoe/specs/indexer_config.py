@@ -5,14 +5,16 @@ from typing import Any
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.config import ConfigFields
-from raymoe.specs.families.rules import SharingRule
+from raymoe.specs.families.rules import PooledIndexerRule, SharingRule
 from raymoe.specs.layers import (
     KV_BLOCK_TOKENS,
     AttentionSpec,
     BlockIndexerSpec,
     IndexerSpec,
     LatentAttentionSpec,
+    PooledIndexerSpec,
 )
+from raymoe.specs.rope import RopeSpec
 
 FULL, SHARED = "full", "shared"
 KEY_MULTIPLE = 8  # of the elements of an index key
@@ -95,7 +97,7 @@ def _patterned(fields: ConfigFields, rule: SharingRule, num_layers: int) -> Any:
 
 def block_indexers(
     fields: ConfigFields, attention: AttentionSpec | LatentAttentionSpec, num_layers: int
-) -> tuple[BlockIndexerSpec | None, ...]:
+) -> tuple[BlockIndexerSpec | PooledIndexerSpec | None, ...]:
     """What chooses blocks of positions in each layer; None where all positions are attended to.
 
     Raises:
@@ -105,6 +107,8 @@ def block_indexers(
     if rule is None:
         return (None,) * num_layers
     assert isinstance(attention, AttentionSpec), "no family with latent attention chooses blocks"
+    if isinstance(rule, PooledIndexerRule):
+        return (_pooled_indexer(fields, rule),) * num_layers
     kinds = fields.layer_types
     chooses = fields.by_layer(rule.marks) if kinds is None else None
     if isinstance(kinds, list | tuple):
@@ -137,3 +141,52 @@ def block_indexers(
             "so that a token sees its own block"
         )
     return tuple(spec if is_sparse else None for is_sparse in chooses)
+
+
+def _pooled_indexer(fields: ConfigFields, rule: PooledIndexerRule) -> PooledIndexerSpec:
+    block_tokens = fields.positive(rule.block_tokens)
+    if block_tokens == 1 or KV_BLOCK_TOKENS % block_tokens:
+        raise UnsupportedModelError(
+            f"{rule.block_tokens} is {block_tokens}; supported: divisors of {KV_BLOCK_TOKENS} from "
+            "2 on"
+        )
+    chosen_tokens = fields.positive(rule.chosen_tokens)
+    if chosen_tokens % block_tokens:
+        raise UnsupportedModelError(
+            f"{rule.chosen_tokens} is {chosen_tokens}, which must be a multiple of "
+            f"{rule.block_tokens} ({block_tokens})"
+        )
+    head_dim = fields.positive(rule.head_dim)
+    if head_dim % KEY_MULTIPLE:
+        raise UnsupportedModelError(
+            f"{rule.head_dim} is {head_dim}; supported: multiples of {KEY_MULTIPLE}"
+        )
+    num_key_heads = fields.positive(rule.num_key_heads)
+    if num_key_heads != 1:
+        raise UnsupportedModelError(f"{rule.num_key_heads} is {num_key_heads}; supported: 1")
+    return PooledIndexerSpec(
+        num_heads=fields.positive(rule.num_heads),
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        top_k=chosen_tokens // block_tokens,
+    )
+
+
+def check_pooled_rope(indexer: PooledIndexerSpec, rope: RopeSpec | None) -> None:
+    """Check that a rope can rotate index keys.
+
+    Raises:
+        UnsupportedModelError: It cannot.
+    """
+    if rope is None:
+        return
+    if rope.rotary_dim > indexer.head_dim:
+        raise UnsupportedModelError(
+            f"{rope.rotary_dim} dimensions of queries are rotated; index keys have "
+            f"{indexer.head_dim}"
+        )
+    if rope.depends_on_length:
+        raise UnsupportedModelError(
+            f"rope {rope.kind!r} depends on the length of a sequence; keys of blocks of tokens are "
+            "rotated once"
+        )

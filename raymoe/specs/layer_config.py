@@ -19,7 +19,7 @@ from raymoe.specs.families.rules import (
     SparseLayers,
 )
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
-from raymoe.specs.indexer_config import block_indexers, layer_indexers
+from raymoe.specs.indexer_config import block_indexers, check_pooled_rope, layer_indexers
 from raymoe.specs.layers import (
     KV_BLOCK_TOKENS,
     AnyAttentionSpec,
@@ -34,6 +34,7 @@ from raymoe.specs.layers import (
     MoeSpec,
     NormLayout,
     OutputGate,
+    PooledIndexerSpec,
     RecurrentSpec,
     RouterSpec,
     SharedSpec,
@@ -226,6 +227,8 @@ def parse_layers(
                 own = _in_layer(fields, attention, i, window=window, num_heads=num_heads)
                 own = replace(own, blocks=blocks[i])
             rope = ropes.of(i, window, own, is_sparse=is_sparse)
+            if isinstance(own, AttentionSpec) and isinstance(own.blocks, PooledIndexerSpec):
+                check_pooled_rope(own.blocks, rope)
             if isinstance(own, LatentAttentionSpec):
                 own = replace(_with_rope(own, window, rope), indexer=indexers[i])
         ffn = _clamped(fields, moe if is_sparse else dense, i)

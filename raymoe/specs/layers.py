@@ -100,9 +100,63 @@ class BlockIndexerSpec:
         return (1 + self.num_heads) * self.head_dim
 
     @property
+    def key_width(self) -> int:
+        """Elements of a token in the KV cache."""
+        return self.head_dim
+
+    @property
     def pair_flop(self) -> int:
         """Operations to score a pair of a token and an earlier one."""
         return 2 * self.num_heads * self.head_dim
+
+    @property
+    def read_width(self) -> int:
+        """Elements per earlier token that scores read."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledIndexerSpec:
+    """What selects the blocks that a token attends to, once it sees more than `top_k` whole ones.
+
+    An index key is cached for each block of a few tokens: the mean of their keys, normed, and
+    rotated as the first token is. A block's score is the sum over index heads of the products with
+    it that are positive. All query heads share the choice, and a token sees those behind the last
+    whole block in any case. Equal scores go to the lower block.
+
+    Source: Qwen4-Exp in transformers 5.24 (2026).
+    """
+
+    num_heads: int
+    head_dim: int
+    block_tokens: int
+    top_k: int
+
+    @property
+    def num_seen(self) -> int:
+        """The longest context all of which a token sees."""
+        return (self.top_k + 1) * self.block_tokens - 1
+
+    @property
+    def width(self) -> int:
+        """Elements of a token: its share of an index key, and its queries."""
+        return (1 + self.num_heads) * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token in the KV cache, whose blocks keep the tokens of an open block."""
+        rows = KV_BLOCK_TOKENS // self.block_tokens + self.block_tokens
+        return ceil(rows * self.head_dim / KV_BLOCK_TOKENS)
+
+    @property
+    def pair_flop(self) -> int:
+        """Operations to score a pair of a token and an earlier one, by its share of a block."""
+        return 2 * self.num_heads * self.head_dim // self.block_tokens
+
+    @property
+    def read_width(self) -> int:
+        """Elements per earlier token that scores read, at least 1."""
+        return ceil(self.head_dim / self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +184,8 @@ class AttentionSpec:
     clip_qkv: float | None = None  # bound on the absolute value of queries, keys and values
     # Whether each head has a learned score that takes part in the softmax but has no value.
     has_sinks: bool = False
-    blocks: BlockIndexerSpec | None = None  # None: a token attends to all that it sees
+    # None: a token attends to all that it sees.
+    blocks: BlockIndexerSpec | PooledIndexerSpec | None = None
 
     @property
     def rotated_head_dim(self) -> int:
@@ -177,7 +232,7 @@ class AttentionSpec:
     @property
     def cache_width(self) -> int:
         """Elements of a token in the KV cache, its index key included."""
-        index = 0 if self.blocks is None else self.blocks.head_dim
+        index = 0 if self.blocks is None else self.blocks.key_width
         return self.key_width + self.value_width + index
 
     @property
@@ -729,6 +784,7 @@ __all__ = [
     "NormKind",
     "NormLayout",
     "OutputGate",
+    "PooledIndexerSpec",
     "QkNorm",
     "RecurrentKind",
     "RecurrentSpec",

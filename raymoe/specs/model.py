@@ -478,15 +478,9 @@ def _multipliers(fields: ConfigFields, hidden_size: int) -> tuple[float, float, 
 
 
 def _max_model_len(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> int:
-    family = fields.family
     ropes = {layer.rope for layer in layers if layer.rope is not None}
     max_positions = fields.positive("max_position_embeddings")
-    limit = max((rope.max_model_len for rope in ropes), default=max_positions)
-    if family.context_limit:
-        selected = prod(map(fields.positive, family.context_limit))
-        pool = family.selected_pool
-        limit = min(limit, selected + (0 if pool is None else fields.positive(pool) - 1))
-    return limit
+    return max((rope.max_model_len for rope in ropes), default=max_positions)
 
 
 def _rope(

@@ -187,6 +187,7 @@ class Gaps:
         )
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._topk = torch.Tensor.topk  # replaced while an indexer chooses
+        self._single_gaps: list[torch.Tensor] = []  # of an indexer that chooses token by token
 
     def __enter__(self) -> "Gaps":
         head = self._model.get_output_embeddings()
@@ -239,6 +240,8 @@ class Gaps:
         topk = self._topk
 
         def noting(scores: torch.Tensor, k: int, dim: int = -1) -> Any:
+            if scores.ndim == 1:
+                return self._choose_of_token(scores, k)
             if k < scores.shape[dim]:
                 best = topk(scores, k + 1, dim=dim).values
                 size = scores.masked_fill(scores.abs() > HIDDEN, 0).abs().amax(-1)
@@ -249,8 +252,20 @@ class Gaps:
 
         torch.Tensor.topk = noting
 
+    def _choose_of_token(self, scores: torch.Tensor, k: int) -> Any:
+        """Choose the lower of positions with equal scores, which `topk` leaves open."""
+        found = torch.sort(scores, descending=True, stable=True)
+        gap = torch.tensor(torch.inf)
+        if k < len(scores) and float(found.values[k - 1]) > 0:  # zeros are equal everywhere
+            gap = (found.values[k - 1] - found.values[k]) / found.values[0] / self.INDEX_GAP
+        self._single_gaps.append(gap)
+        return torch.return_types.topk((found.values[:k], found.indices[:k]))
+
     def _after_indexer(self, *_: object) -> None:
         torch.Tensor.topk = self._topk
+        if self._single_gaps:  # those of a row come one after another
+            self._note(torch.stack(self._single_gaps).view(len(self._batch_gap), -1).amin(1))
+            self._single_gaps = []
 
     def _note(self, gap: torch.Tensor) -> None:
         self._batch_gap = torch.minimum(self._batch_gap, gap)

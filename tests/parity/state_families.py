@@ -63,7 +63,7 @@ _NGRAMS = _DELTA | {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
-    "indexer_budget": 2048,
+    "indexer_budget": 16,
     "indexer_compress_ratio": 4,
     "ple_layer_ids": [2],
     "ple_embed_dim": 48,
@@ -77,12 +77,19 @@ _NGRAMS = _DELTA | {
 _NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two tables, the first before all layers, in uneven tensors": {
+        "indexer_n_heads": 4,
+        "indexer_budget": 80,
+        "indexer_compress_ratio": 8,
         "ple_layer_ids": [3, 1],
         "split_ngram_parts": 3,
         "make_ngram_vocab_size_divisible_by": 1,
     },
     "pairs alone, convolution of 6, two streams, silu": {
         "vocab_size": 61,
+        "indexer_n_heads": 3,
+        "indexer_head_dim": 40,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 2,
         "ngram_size": 2,
         "ple_conv_kernel_size": 6,
         "hc_count": 2,
@@ -91,6 +98,9 @@ _NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "n-grams of 4, convolution of 2, several ends, another seed": {
         "vocab_size": 23,
+        "indexer_n_heads": 9,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 32,
         "ngram_size": 4,
         "heads_per_ngram": 2,
         "ple_conv_kernel_size": 2,
@@ -99,6 +109,8 @@ _NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "wide embeddings, no attention last, tied, one KV head": {
         "ple_embed_dim": 96,
+        "indexer_n_heads": 1,
+        "indexer_budget": 4,
         "layer_types": [LINEAR, "indexed_attention", LINEAR, LINEAR],
         "ple_layer_ids": [4],
         "tie_word_embeddings": True,
@@ -106,6 +118,8 @@ _NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "no n-grams, an interval of 2, top-1": {
+        "indexer_budget": 48,
+        "indexer_compress_ratio": 16,
         "ple_layer_ids": [],
         "layer_types": None,
         "full_attention_interval": 2,
@@ -113,6 +127,8 @@ _NGRAM_VARIANTS: dict[str, dict[str, Any]] = {
     },
     f"one table, four streams, {AS_PUBLISHED}": {
         "hc_count": 4,
+        "indexer_n_heads": 4,
+        "indexer_budget": 2048,
         "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
         "split_ngram_parts": 8,
         "mamba_ssm_dtype": "float32",

@@ -14,6 +14,7 @@ from raymoe.specs.families.rules import (
     IndexerRule,
     MoeRule,
     NgramRule,
+    PooledIndexerRule,
     RecurrentRule,
     RouterRule,
     SharedRule,
@@ -147,21 +148,22 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "qwen4_exp_text": dataclasses.replace(
         _GATED_DELTA,
         architecture="Qwen4ExpForCausalLM",
-        # Fields of the indexer, which selects blocks of tokens in longer contexts, the type of the
-        # table, which the table itself says, and a number that the class computes.
-        ignored=_GATED_DELTA.ignored
-        | {"indexer_head_dim", "indexer_kv_heads", "indexer_n_heads", "mtp"}
-        | {"number_of_conv_states", "ple_embedding_dtype"},
+        # The table itself says its type, and the class computes the number.
+        ignored=_GATED_DELTA.ignored | {"mtp", "number_of_conv_states", "ple_embedding_dtype"},
         fixed={**_GATED_DELTA.fixed, "mlp_only_layers": ([],)},
         rope=RopeRule(is_partial=True, has_sections=True),
         norms=NormLayout(before_attention=False, before_ffn=False),
         streams=GatedStreamsRule(),
         ngrams=NgramRule(),
-        context_limit=("indexer_budget",),
-        selected_pool="indexer_compress_ratio",
+        blocks=PooledIndexerRule(),
         full_layer_types=("full_attention", "indexed_attention"),
         recurrent=dataclasses.replace(_GATED_DELTA_STATES, gate="output_gate_type"),
-        module_names=(("ngrams.k_proj", "ple.key_proj"), ("ngrams.v_proj", "ple.value_proj")),
+        module_names=(
+            ("ngrams.k_proj", "ple.key_proj"),
+            ("ngrams.v_proj", "ple.value_proj"),
+            ("indexer.k_proj", "indexer.index_qk_proj"),
+            ("indexer.q_proj", "indexer.index_qk_proj"),
+        ),
         moe=dataclasses.replace(
             _GATED_DELTA_EXPERTS, router=RouterRule(renormalize="norm_topk_prob")
         ),

@@ -249,6 +249,17 @@ class BlockIndexerRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledIndexerRule:
+    """The indexer of all layers with attention in a family, as in `PooledIndexerSpec`."""
+
+    num_heads: FieldName = "indexer_n_heads"
+    num_key_heads: FieldName = "indexer_kv_heads"
+    head_dim: FieldName = "indexer_head_dim"
+    block_tokens: FieldName = "indexer_compress_ratio"
+    chosen_tokens: FieldName = "indexer_budget"  # of whole blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureRule:
     """The scale of queries in layers without a window, as in `Temperature`; null is none."""
 
@@ -320,15 +331,9 @@ class Family:
     streams: StreamsRule | GatedStreamsRule | None = None  # None: the hidden state is one stream
     ngrams: NgramRule | None = None
     indexer: IndexerRule | None = None  # what selects positions in long contexts
-    blocks: BlockIndexerRule | None = None  # what selects blocks of them
+    blocks: BlockIndexerRule | PooledIndexerRule | None = None  # what selects blocks of them
     recurrent: RecurrentRule | None = None  # layers with a state instead of a KV cache
     compressed: CompressedRule | None = None  # attention of all layers to compressed entries
-    # Fields whose product is the context length beyond which attention would be sparse, which is
-    # not implemented: longer contexts are refused.
-    context_limit: tuple[FieldName, ...] = ()
-    # Field with the number of tokens that are selected together, where tokens at the end of a
-    # context that are fewer are selected in any case; None: tokens are selected one by one.
-    selected_pool: FieldName | None = None
     # Names in `layer_types` of layers with full attention.
     full_layer_types: tuple[str, ...] = ("full_attention",)
     scale: float | FieldName | None = None  # factor of the attention scores

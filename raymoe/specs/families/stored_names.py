@@ -340,6 +340,8 @@ _QWEN4 = replace(
             for ours, theirs in _MIXER_MODULES.items()
             for part, stored in _MIXER_PARTS.items()
         },
+        "self_attn.indexer.q_norm.": "self_attn.indexer.q_layernorm.",
+        "self_attn.indexer.k_norm.": "self_attn.indexer.k_layernorm.",
         NGRAM_SCALE: f"{_HASHES}ngram_embedding.weight_scale",
         NGRAM_MULTIPLIERS: f"{_HASHES}layer_multipliers",
         NGRAM_SIZES: f"{_HASHES}ngram_heads_vocab_sizes",
@@ -356,6 +358,13 @@ _QWEN4 = replace(
             )
         },
     },
+    fused=(
+        *_QWEN3_5.fused,
+        Fused(
+            name="self_attn.indexer.index_qk_proj.weight",
+            weights=tuple(f"self_attn.indexer.{part}_proj.weight" for part in "qk"),
+        ),
+    ),
     unread=(".self_attn.indexer.",),
 )
 _QWEN4_TENSORS = replace(
