@@ -121,7 +121,8 @@ class PooledIndexer:
         key_TI, query_TX = both_TX.tensor_split([dim], dim=1)
         heads_XI = query_TX.reshape(-1, dim)
         heads_XI = rms_norm(heads_XI, self._query_norm, self._eps, self._offset)
-        query_TJI = _rotated(heads_XI.view(len(both_TX), -1, dim), angles.rows_T, angles[1:])
+        heads_TJI = heads_XI.view(len(both_TX), self._spec.num_heads, dim)
+        query_TJI = _rotated(heads_TJI, angles.rows_T, angles[1:])
         return torch.cat([key_TI, query_TJI.flatten(1)], dim=1)
 
     def append(

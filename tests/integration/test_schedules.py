@@ -278,7 +278,10 @@ def test_states_of_every_kind_schedule_and_scenario(
 
 
 # Kinds of what tokens choose, at contexts where they do.
-CHOOSING = ("glm5_next: plain", "minimax_m3_vl_text: plain", "deepseek_v4: plain")
+CHOOSING = (
+    *("glm5_next: plain", "minimax_m3_vl_text: plain", "deepseek_v4: plain"),
+    "qwen4_exp_text: plain",
+)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from raymoe.kernels.selection import (
     append_pooled_keys,
     attend_blocks,
     attend_chosen,
+    attend_entries,
     choose_blocks,
     choose_blocks_reference,
     choose_positions,
@@ -247,7 +248,10 @@ def test_pooled_keys_do_not_depend_on_steps(pool: int) -> None:
     key_TX = torch.randn(90, 16, generator=random)
     bias_PI = torch.randn(pool, 8, generator=random)
     layout = IndexedLayout(
-        attended=LatentLayout(rank=16, rope_dim=8, dtype=FP32), index_dim=8, pool=pool
+        attended=LatentLayout(rank=16, rope_dim=8, dtype=FP32),
+        index_dim=8,
+        pool=pool,
+        open_dim=16,
     )
     want = key_TX[: 90 // pool * pool].view(-1, pool, 2, 8)
     weights = (want[:, :, 1] + bias_PI).softmax(1)
@@ -310,6 +314,65 @@ def test_attention_reads_the_chosen_blocks_alone(top_k: int) -> None:
             keys, values = (x[first:][seen, head // 3] for x in (key_CGD, value_CGD))
             want = (0.3 * keys @ query_THD[token, head]).softmax(0) @ values
             torch.testing.assert_close(got[token].view(6, 16)[head], want, rtol=2e-5, atol=2e-5)
+
+
+@covering(dtype=[FP32, FP16, BF16], entry_tokens=[2, 4, 32], top_k=[1, 2, 8])
+def test_attention_reads_the_chosen_entries_and_the_open_one(
+    dtype: torch.dtype, entry_tokens: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raymoe.kernels import selection  # noqa: PLC0415
+
+    monkeypatch.setattr(selection, "GATHERED_BYTES", 1 << 15)  # some tokens at a time
+    sequences = [
+        (context, new)
+        for context, new in SEQUENCES
+        if context - new >= (top_k + 1) * entry_tokens - 1
+    ]
+    case = Case((2, 8), sequences=sequences)
+    batch, tokens = case.batch, entry_tokens
+    contexts = batch.context_tokens
+    whole = AttentionBatch(
+        query_start=torch.cat([contexts.new_zeros(1), contexts.cumsum(0).int()]),
+        context_tokens=contexts,
+        block_table=batch.block_table,
+    )
+    key_CGD, value_CGV = (
+        torch.randn(int(contexts.sum()), 2, width, generator=case.random).to(dtype)
+        for width in (16, 72)  # values in two tiles
+    )
+    layout = IndexedLayout(
+        attended=KvLayout(num_kv_heads=2, head_dim=16, dtype=dtype, value_head_dim=72), index_dim=8
+    )
+    memory = torch.full((len(case.cache), *layout.block_shape), torch.nan).to(dtype)
+    cache = layout.attended_blocks(memory)
+    append(key_CGD, value_CGV, cache, whole)
+    chosen_TK = choose_positions(
+        case.rows, case.keys[:, : BLOCK_TOKENS // tokens], batch, top_k, entry_tokens=tokens
+    )
+    positions = positions_of(batch)
+    rows_T = whole.query_start[torch.repeat_interleave(batch.num_new)].long() + positions
+    query_THD = torch.randn(len(rows_T), 6, 16, generator=case.random).to(dtype)
+    before = memory.clone()
+    got = attend_entries(
+        Projected(query_THD, key_CGD[rows_T], value_CGV[rows_T]),
+        cache,
+        batch,
+        chosen_TK,
+        entry_tokens=tokens,
+        scale=0.3,
+    )
+    assert torch.equal(memory.nan_to_num(), before.nan_to_num())
+    unit = {FP32: 2e-5, FP16: 4e-3, BF16: 3e-2}[dtype]
+    for token, row in enumerate(rows_T.tolist()):
+        last = int(positions[token])
+        chosen = {*chosen_TK[token].tolist(), (last + 1) // tokens}
+        seen = [c for c in range(last + 1) if c // tokens in chosen]
+        assert len(seen) == top_k * tokens + (last + 1) % tokens
+        for head in range(6):
+            keys, values = (x[row - last :][seen, head // 3].float() for x in (key_CGD, value_CGV))
+            want = (0.3 * keys @ query_THD[token, head].float()).softmax(0) @ values
+            found = got[token].view(6, 72)[head].float()
+            torch.testing.assert_close(found, want, rtol=unit, atol=unit)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -124,6 +124,35 @@ ENTRIES = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.3,
 }
+# Blocks of 4 tokens in grouped-query attention, whose heads share the choice.
+POOLED_BLOCKS = {
+    **{name: LATENT[name] for name in LATENT if name.endswith("_id")},
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "rope_parameters": BLOCKS["rope_parameters"],
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.3,
+}
 # Class of the configuration, fields, and a seed with which the first tokens are clear.
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v32": ("DeepseekV32Config", LATENT, 11),
@@ -142,6 +171,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS, 11),
     "deepseek_v4": ("DeepseekV4Config", ENTRIES, 11),
+    "qwen4_exp": ("Qwen4ExpTextConfig", POOLED_BLOCKS, 11),
     "hy_v4": (
         "HYV4Config",
         {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"},

@@ -6,7 +6,12 @@ from torch import Tensor
 
 from raymoe.kernels.cpu_attention import AttentionBatch, append, append_and_attend
 from raymoe.kernels.elementwise import Projected
-from raymoe.kernels.gpu_attention_batch import BlockChoosingBatch, ChoosingBatch, ChoosingTokens
+from raymoe.kernels.gpu_attention_batch import (
+    BlockChoosingBatch,
+    ChoosingBatch,
+    ChoosingTokens,
+    PooledBatch,
+)
 from raymoe.kernels.paged_kv import (
     ALL_TOKENS,
     BLOCK_TOKENS,
@@ -17,11 +22,12 @@ from raymoe.kernels.paged_kv import (
 from raymoe.kernels.selection import (
     IndexRows,
     attend_blocks,
+    attend_entries,
     choose_blocks_reference,
     choose_positions_reference,
 )
 from raymoe.kernels.tensors import to_device
-from raymoe.specs.layers import BlockIndexerSpec
+from raymoe.specs.layers import BlockIndexerSpec, PooledIndexerSpec
 from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP16, FP32
 from tests.native.test_cpu_selection import WHOLE, Case
@@ -125,12 +131,7 @@ def test_blocks_and_attention_to_them_are_those_of_the_host(
     want = choose_blocks_reference(case.rows.query_TX[late_T], case.keys, late, **options)
     assert torch.equal(chosen.cpu(), want)
 
-    cache = blocks_of(case, dtypes[1])
-    num_tokens = len(case.query)
-    projected = Projected(
-        torch.randn(num_tokens, 6, 16, generator=case.random).to(dtypes[0]),
-        *(torch.randn(num_tokens, 2, 16, generator=case.random).to(dtypes[0]) for _ in range(2)),
-    )
+    cache, projected = blocks_of(case, dtypes[1]), projected_of(case, dtypes[0])
     copy = cache.to(device, copy=True)
     layout = IndexedLayout(
         attended=KvLayout(num_kv_heads=2, head_dim=16, dtype=dtypes[1]), index_dim=8
@@ -151,6 +152,67 @@ def test_blocks_and_attention_to_them_are_those_of_the_host(
     picked = Projected(*(each[late_T] for each in projected))
     exact = attend_blocks(picked, blocks, late, want, block_tokens=block_tokens, scale=0.3)
     torch.testing.assert_close(got[late_T], exact, **close)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@covering(dtypes=[(FP32, FP32), (FP32, BF16), (BF16, BF16)], entry_tokens=[2, 4, 16])
+def test_attention_to_entries_is_that_of_the_host(
+    dtypes: tuple[torch.dtype, torch.dtype], entry_tokens: int, device: str
+) -> None:
+    from raymoe.kernels.gpu_selection import (  # noqa: PLC0415
+        append_and_attend_entries_ragged,
+        choose_positions_ragged,
+    )
+
+    indexer = PooledIndexerSpec(num_heads=3, head_dim=24, block_tokens=entry_tokens, top_k=2)
+    case = Case((3, 24), dtypes, sequences=SEQUENCES, values=WHOLE)
+    pooled = PooledBatch.of(case.batch, compute_of(dtypes[0], device), indexer)
+    pooled = to_device(pooled, torch.device(device))
+    late = pooled.late
+    assert late is not None
+    rows = to_device(case.rows, torch.device(device))
+    keys = case.keys[:, : BLOCK_TOKENS // entry_tokens]
+    chosen = choose_positions_ragged(rows, keys.to(device), late.choosing, 2)
+    late_T, num_new = late.choosing.late_T.cpu(), case.batch.num_new
+    first = case.batch.context_tokens.long() - num_new
+    begins = (indexer.num_seen - first).clamp_min(0).minimum(num_new)
+    batch = case.batch.cut(begins, num_new)[1]
+    want = choose_positions_reference(
+        case.rows.select(late_T), keys, batch, 2, entry_tokens=entry_tokens
+    )
+    assert torch.equal(chosen.cpu(), want)
+
+    cache, projected = blocks_of(case, dtypes[1]), projected_of(case, dtypes[0])
+    copy = cache.to(device, copy=True)
+    layout = IndexedLayout(
+        attended=KvLayout(num_kv_heads=2, head_dim=16, dtype=dtypes[1]), index_dim=8
+    )
+    got = append_and_attend_entries_ragged(
+        to_device(projected, torch.device(device)),
+        layout.attended_blocks(copy),
+        pooled.everything,
+        late,
+        chosen,
+        0.3,
+    ).cpu()
+    blocks = layout.attended_blocks(cache)
+    everything = append_and_attend(*projected, blocks, case.batch, scale=0.3)
+    unit = UNITS[dtypes[0]]
+    close = {"rtol": 10 * unit, "atol": 10 * unit}
+    early_T = late.early_T.cpu()
+    torch.testing.assert_close(got[early_T], everything[early_T], **close)
+    picked = Projected(*(each[late_T] for each in projected))
+    exact = attend_entries(picked, blocks, batch, want, entry_tokens=entry_tokens, scale=0.3)
+    torch.testing.assert_close(got[late_T], exact, **close)
+    assert len(early_T) + len(late_T) == len(got)
+
+
+def projected_of(case: Case, dtype: torch.dtype) -> Projected:
+    num_tokens = len(case.query)
+    return Projected(
+        torch.randn(num_tokens, 6, 16, generator=case.random).to(dtype),
+        *(torch.randn(num_tokens, 2, 16, generator=case.random).to(dtype) for _ in range(2)),
+    )
 
 
 def blocks_of(case: Case, dtype: torch.dtype) -> Tensor:

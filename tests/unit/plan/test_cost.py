@@ -436,8 +436,27 @@ def test_layers_with_an_indexer_read_what_they_choose_and_score_the_rest() -> No
             0,
         ),
         ({"model_type": "deepseek_v4"}, 2051, 2 * 64 * 128 // 4, 64, 0),
+        (
+            {
+                "model_type": "qwen4_exp_text",
+                "indexer_n_heads": 4,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 128,
+                "indexer_budget": 2048,
+                "indexer_compress_ratio": 4,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+            2051,
+            2 * 4 * 128 // 4,
+            64,
+            2051,
+        ),
     ],
-    ids=["pools", "blocks", "entries"],
+    ids=["pools", "blocks", "entries", "pooled blocks"],
 )
 def test_pools_blocks_and_entries_are_scored_by_their_keys(
     fields: dict[str, object], num_chosen: int, flop: int, index_bytes: int, copied: int

@@ -8,7 +8,6 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.wrappers import MEDIA_TENSORS
 from tests.parity.configurations import FAMILY_CONFIGS, TEXT_CONFIGS, model_class
 
@@ -55,12 +54,11 @@ def meta_model(config: PreTrainedConfig) -> nn.Module:
 def num_stored_elements(model: nn.Module) -> int:
     """Elements of what a checkpoint holds: parameters, tied ones once, and persistent buffers.
 
-    Indexers that choose in contexts that are refused alone, and other media, are left out.
+    Other media are left out.
     """
     stored = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     named = (*model.named_parameters(), *buffers)
-    family = FAMILIES.get(model.config.get_text_config().model_type)
-    chooses = family is not None and any((family.indexer, family.blocks, family.compressed))
-    unread = (*([] if chooses else [".indexer."]), *MEDIA_TENSORS)
-    return sum(tensor.numel() for name, tensor in named if not any(part in name for part in unread))
+    return sum(
+        tensor.numel() for name, tensor in named if not any(part in name for part in MEDIA_TENSORS)
+    )

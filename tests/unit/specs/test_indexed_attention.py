@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from raymoe.specs.layers import DenseSpec, LatentAttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
@@ -330,6 +330,61 @@ def test_other_blocks_are_refused(changes, message) -> None:
     assert ModelSpec.from_config(BLOCKS).layers[0].attention.blocks.num_seen == 2048
     with pytest.raises(UnsupportedModelError, match=message):
         ModelSpec.from_config(BLOCKS | changes)
+
+
+QSA = {
+    "model_type": "qwen4_exp_text",
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
+def test_pooled_blocks_are_all_seen_up_to_the_last_token_before_one_more() -> None:
+    spec = ModelSpec.from_config(QSA)
+    indexed = spec.layers[3].attention
+    assert spec.max_model_len == 4096
+    assert (indexed.blocks.top_k, indexed.blocks.num_seen) == (512, 2051)
+    # Keys of blocks of 4 tokens, and the tokens of an open one in each block of the cache.
+    assert indexed.cache_width == 2 * 2 * 256 + 128 * (8 + 4) // 32
+    assert spec.within(2051).layers[3].attention.blocks is None
+    assert spec.within(2052) is spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indexer_compress_ratio": 1}, "indexer_compress_ratio is 1; supported: divisors of 32"),
+        ({"indexer_compress_ratio": 6}, "indexer_compress_ratio is 6"),
+        ({"indexer_budget": 2046}, r"multiple of indexer_compress_ratio \(4\)"),
+        ({"indexer_head_dim": 60}, "indexer_head_dim is 60; supported: multiples of 8"),
+        ({"indexer_head_dim": 48}, "64 dimensions of queries are rotated; index keys have 48"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads is 2; supported: 1"),
+        ({"indexer_budget": None}, "indexer_budget"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.25,
+                }
+            },
+            "rope 'dynamic' depends on the length",
+        ),
+    ],
+)
+def test_other_pooled_blocks_are_refused(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config(QSA | changes)
 
 
 def test_entries_are_all_seen_up_to_the_last_token_before_one_more() -> None:
