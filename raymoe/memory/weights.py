@@ -11,7 +11,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from raymoe.codecs import TORCH_DTYPES, StoredMatrix, Weight, check_values, is_in_order
+from raymoe.codecs import (
+    TORCH_DTYPES,
+    StoredMatrix,
+    Weight,
+    as_tensor,
+    check_values,
+    is_in_order,
+)
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
 from raymoe.specs.layer_weights import (
@@ -27,7 +34,7 @@ from raymoe.specs.layer_weights import (
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
-from raymoe.specs.weight_format import Piece, WeightFormat
+from raymoe.specs.weight_format import FP8_ROWS, Piece, WeightFormat
 from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
 from raymoe.units import ceil_div
 
@@ -99,6 +106,8 @@ class WeightStore:
         Rows and elements may be strided (`is_contiguous`).
         """
         location = self._locations[name]
+        if location.is_decoded:
+            return self._decoded(location)
         if location.quantised is not None:
             return self._stored_matrix(location)
         if location.constant is not None:
@@ -118,6 +127,26 @@ class WeightStore:
             grouped = tensor.view(location.num_groups, -1, *tensor.shape[1:])
             tensor = grouped[:, rows].flatten(0, 1)
         return tensor
+
+    def _decoded(self, location: Location) -> Tensor:
+        """Decode the rows of a weight in each group, [O, I] float32."""
+        assert location.quantised is not None, "it is decoded"
+        stored, (rows, columns) = location.quantised
+        count, size = location.num_groups, rows // location.num_groups
+        begin, end, _ = location.rows or (0, size, 1)
+        first = begin // FP8_ROWS * FP8_ROWS
+        names = {piece.name: name for name, piece in location.pieces().items()}
+        found = {name: self.checkpoint.tensor(tensor) for name, tensor in names.items()}
+        parts = []
+        for group in range(count):
+            pieces = {
+                name: tensor.view(count, -1, tensor.shape[1])[group]
+                for name, tensor in found.items()
+            }
+            matrix = StoredMatrix(format=stored, shape=(size, columns), pieces=pieces)
+            check_values(matrix, lambda piece: self._describe(names[piece]))
+            parts.append(as_tensor(matrix.rows(first, end), torch.float32)[begin - first :])
+        return torch.cat(parts)
 
     def _stored_matrix(self, location: Location) -> StoredMatrix:
         assert location.quantised is not None

@@ -499,7 +499,8 @@ def _in_layer(
 ) -> AttentionSpec:
     head_dim, num_kv_heads = _own_sizes(fields, attention, i, is_full=window is None)
     if window is not None:
-        num_kv_heads *= fields.family.windowed_kv_factor
+        if fields.family.windowed_kv_heads is not None:
+            num_kv_heads = fields.positive(fields.family.windowed_kv_heads)
         if fields.family.windowed_heads is not None:
             num_heads = fields.positive_or_none(fields.family.windowed_heads) or num_heads
     _check_heads(num_heads, num_kv_heads)

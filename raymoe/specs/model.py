@@ -59,7 +59,7 @@ from raymoe.specs.layers import (
 from raymoe.specs.ngram_config import ngram_layers
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
-from raymoe.specs.weight_format import PLAIN_FORMATS, WeightFormat
+from raymoe.specs.weight_format import PLAIN_FORMATS, Fp8Block, WeightFormat
 
 __all__ = [
     "OVERFLOWS_IN_FLOAT16",
@@ -278,12 +278,18 @@ class ModelSpec:
         return total
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
+        if self.quantization is None or name.endswith(self.quantization.decoded):
+            return None
+        return self.stored_format_of(name, shape)
+
+    def stored_format_of(self, name: str, shape: Shape) -> WeightFormat | None:
+        """The format in a checkpoint, where some matrices are decoded while they are loaded."""
         if self.quantization is None or len(shape) != 2 or NGRAM_TABLE in name:
             return None
         found = LAYER_NUMBER.search(name)
         if found is not None and self.num_past_tokens:
             name = f"{layer_prefix(self.stored_layer(int(found[1])))}{name[found.end() :]}"
-        return self.quantization.format_of(name)
+        return self.quantization.stored_format_of(name)
 
     def stored_layer(self, i: int) -> int:
         """The number of layer `i` in checkpoints, where layers of n-grams are part of the next."""
@@ -413,9 +419,7 @@ class ModelSpec:
             logit_softcap=fields.number_or_none(family.logit_softcap),
             has_float_head=family.has_float_head,
             has_head_bias=fields.switch(family.head_bias),
-            quantization=parse_quantization(
-                config.get("quantization_config"), family.module_names, config.get("expert_dtype")
-            ),
+            quantization=_quantization(fields, config),
             labels=labels_of(config) if head == "labels" else (),
             wrapper=part.wrapper,
             media_tokens=part.media_tokens,
@@ -464,6 +468,18 @@ def _within(layer: LayerSpec, length: int) -> LayerSpec:
     if attention.indexer.num_seen < length:
         return layer
     return replace(layer, attention=replace(attention, indexer=None))
+
+
+def _quantization(fields: ConfigFields, config: Mapping[str, object]) -> Quantization | None:
+    family = fields.family
+    found = parse_quantization(
+        config.get("quantization_config"), family.module_names, config.get("expert_dtype")
+    )
+    is_grouped = family.grouped_qkv is not None and fields.has(family.grouped_qkv)
+    if found is None or not is_grouped or not isinstance(found.format, Fp8Block):
+        return found
+    # Scales of a group begin at its first row, which need not be that of a block of all rows.
+    return replace(found, decoded=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"))
 
 
 def _multipliers(fields: ConfigFields, hidden_size: int) -> tuple[float, float, float]:

@@ -202,6 +202,8 @@ class Quantization:
     unread: tuple[str, ...] = ()
     # Parts of canonical names of modules, and what the family calls them.
     module_names: tuple[tuple[str, str], ...] = ()
+    # Ends of canonical names of matrices that are decoded while they are loaded.
+    decoded: tuple[str, ...] = ()
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -212,6 +214,10 @@ class Quantization:
 
     def format_of(self, name: str) -> WeightFormat | None:
         """The format of a matrix by canonical name, or None; one for all experts of a layer."""
+        return None if name.endswith(self.decoded) else self.stored_format_of(name)
+
+    def stored_format_of(self, name: str) -> WeightFormat | None:
+        """The format in a checkpoint, where some matrices are decoded while they are loaded."""
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
             self._known[name] = self._find(name)
@@ -301,14 +307,15 @@ def _fp8(config: Config) -> Quantization:
     }
     _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
     one_scale = Fp8Tensor(scales_suffix=".weight_scale_inv")
-    names = _names(config, "modules_to_not_convert") or _names(config, "ignored_layers")
+    of_transformers = _names(config, "modules_to_not_convert")
+    names = of_transformers or _names(config, "ignored_layers")
     return Quantization(
         method="mxfp8" if is_micro else "fp8",
         format=Mxfp8(".weight_scale_inv") if is_micro else Fp8Block() if blocks else one_scale,
         experts=_fp4_experts(config),
         unread=_ACTIVATION_SCALES,
         excluded=tuple(map(_name_of_fp8, names)),
-        is_head_plain=not names,
+        is_head_plain=not of_transformers,  # vLLM, which names the others, has no head of FP8
     )
 
 

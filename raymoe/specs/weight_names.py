@@ -19,7 +19,7 @@ from raymoe.specs.layer_weights import (
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import LayerSpec, MoeSpec
+from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import (
     SCALES_SUFFIXES,
@@ -54,6 +54,8 @@ class Location:
     # Format and shape of a weight stored in several tensors, named `name` without ".weight" plus
     # the format's suffixes.
     quantised: tuple[WeightFormat, tuple[int, int]] | None = None
+    # Whether each of the groups is quantised by itself, and decoded while it is loaded.
+    is_decoded: bool = False
     # Its one value and its shape, if it is not stored because all of it is that.
     constant: tuple[float, Shape] | None = None
 
@@ -62,6 +64,8 @@ class Location:
         if self.quantised is None:
             return {}
         stored, shape = self.quantised
+        if self.is_decoded:
+            return self._pieces_of_groups(stored, shape)
         module = self.name.removesuffix(".weight")
         if module == self.name:  # parameters of experts: "gate_up_proj" and "gate_up_proj_scale"
             return {
@@ -69,6 +73,17 @@ class Location:
                 for piece in _pieces(stored, shape)
             }
         return {module + piece.suffix: piece for piece in _pieces(stored, shape)}
+
+    def _pieces_of_groups(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, Piece]:
+        """Those of a group, one after another for all groups."""
+        group = (shape[0] // self.num_groups, shape[1])
+        module = self.name.removesuffix(".weight")
+        return {
+            module + piece.suffix: replace(
+                piece, shape=(self.num_groups * piece.shape[0], *piece.shape[1:])
+            )
+            for piece in _pieces(stored, group)
+        }
 
     def tensor_names(self) -> tuple[str, ...]:
         if self.constant is not None:
@@ -243,16 +258,31 @@ def _places(spec: ModelSpec, naming: Naming) -> Iterator[tuple[str, _Place]]:
         stored = LABEL_HEAD if is_label_head else naming.rename(name)
         form = None if is_label_head else spec.format_of(name, shape)
         yield name, _plain_or_quantised(Location(stored), shape, form)
-    number = 0
+    number, fewest_kv_heads = 0, _fewest_kv_heads(spec)
     for i, layer in enumerate(spec.layers):
         weights = layer_weights(layer, spec.hidden_size)
         last = number + (naming.numbers_networks and layer.has_network)
         prefixes = [naming.layers.format(layer=each) for each in (number, last)]
         number = last + (layer.ngrams is None)  # those are part of the next layer
-        names = _LayerNames(naming, prefixes, weights, layer)
+        names = _LayerNames(naming, prefixes, weights, layer, fewest_kv_heads=fewest_kv_heads)
         for name, shape in weights.items():
             canonical = layer_prefix(i) + name
-            yield canonical, names.place(name, spec.format_of(canonical, shape))
+            place = names.place(name, spec.stored_format_of(canonical, shape))
+            if place.location.quantised and spec.format_of(canonical, shape) is None:
+                place = _decoded(place)
+            yield canonical, place
+
+
+def _fewest_kv_heads(spec: ModelSpec) -> int:
+    attentions = (layer.attention for layer in spec.layers)
+    heads = (each.num_kv_heads for each in attentions if isinstance(each, AttentionSpec))
+    return min(heads, default=1)
+
+
+def _decoded(place: _Place) -> _Place:
+    location = replace(place.location, is_decoded=True)
+    shapes = {name: piece.stored_shape for name, piece in location.pieces().items()}
+    return _Place(location, shapes)
 
 
 class _LayerNames:
@@ -262,7 +292,10 @@ class _LayerNames:
         prefixes: Sequence[str],
         weights: Mapping[str, Shape],
         layer: LayerSpec,
+        *,
+        fewest_kv_heads: int,
     ) -> None:
+        self._fewest_kv_heads = fewest_kv_heads
         self._naming, self._prefixes, self._weights = naming, prefixes, weights
         self._attention = layer.attention
         self._num_experts = layer.ffn.num_experts if isinstance(layer.ffn, MoeSpec) else 0
@@ -298,6 +331,9 @@ class _LayerNames:
         rows, num_groups = None, 1
         if tensor.groups is not None:
             num_groups = getattr(self._attention, tensor.groups)
+        if tensor.has_fewest_groups:
+            num_groups = self._fewest_kv_heads
+            _check_groups(general, [shape[0] for shape in shapes], num_groups)
         if count > 1:
             end = begin + shapes[index][0]
             rows = (index, total, count) if tensor.is_interleaved else (begin, end, 1)
@@ -337,6 +373,14 @@ class _LayerNames:
             return place
         shapes = {name: (self._num_experts, *shape) for name, shape in place.shapes.items()}
         return replace(place, shapes=shapes)
+
+
+def _check_groups(name: str, rows: Sequence[int], num_groups: int) -> None:
+    if any(count % num_groups for count in rows):
+        raise UnsupportedModelError(
+            f"the tensor with {name} has {' + '.join(map(str, rows))} rows, which are no "
+            f"{num_groups} equal groups, one for each KV head of the layer that has the fewest"
+        )
 
 
 def _plain_or_quantised(location: Location, shape: Shape, quantised: WeightFormat | None) -> _Place:
@@ -380,7 +424,7 @@ def _check_shapes(
 
 
 def _check_cut(location: Location) -> None:
-    if location.rows is None:
+    if location.rows is None or location.is_decoded:
         return
     begin, end, step = location.rows
     for name, piece in location.pieces().items():

@@ -193,6 +193,184 @@ def _v4_compressor(files: Files, prefix: str, ratio: int, width: int) -> None:
     files.plain(f"{prefix}norm.weight", (width,), torch.float32, 1.0)
 
 
+MIMO = {
+    **{name: value for name, value in BASE.items() if name != "rms_norm_eps"},
+    "architectures": ["MiMoV2ForCausalLM"],
+    "model_type": "mimo_v2",
+    "attention_projection_layout": "fused_qkv",
+    "hidden_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "v_head_dim": 32,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 48,
+    "swa_v_head_dim": 32,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "hybrid_block_size": None,
+    "moe_layer_freq": [0, 1, 1],
+    "intermediate_size": 192,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_router_dtype": "bfloat16",
+    "rope_theta": 10000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 10000000.0,
+        "rope_type": "default",
+    },
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "sliding_window": 19,
+    "sliding_window_size": 19,
+    "layernorm_epsilon": 1e-6,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 2},
+    "torch_dtype": "bfloat16",
+}
+MIMO_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "store_dtype": "mxfp4",
+    "mxfp4_block_size": 32,
+    "ignored_layers": [
+        *(f"model.layers.{i}.self_attn.o_proj" for i in range(3)),
+        "model.decoder.self_attn.o_proj",
+    ],
+}
+
+
+def mimo_v2(directory: Path) -> dict[str, Tensor]:
+    """Write files as those of MiMo-V2.6-Flash; return values by the names of transformers."""
+    config = MIMO | {"quantization_config": MIMO_FP8}
+    (directory / "config.json").write_text(json.dumps(config))
+    files, hidden = Files(5), 160
+    files.plain("model.embed_tokens.weight", (199, hidden), torch.bfloat16, 1.0)
+    files.plain("lm_head.weight", (199, hidden), torch.bfloat16)
+    files.plain("model.norm.weight", (hidden,), torch.bfloat16, 1.0)
+    for layer in range(3):
+        _mimo_layer(files, f"model.layers.{layer}.", layer)
+    unread = Files(6)
+    unread.fp8("model.mtp.layers.0.eh_proj", (hidden, 2 * hidden), ".weight_scale_inv")
+    unread.plain("visual.patch_embed.weight", (8, 8), torch.bfloat16)
+    unread.plain("audio_encoder.proj.weight", (8, 8), torch.bfloat16)
+    unread.plain("speech_embeddings.0.weight", (8, 8), torch.bfloat16)
+    save_file(files.stored | unread.stored, directory / "model.safetensors")
+    return files.values
+
+
+def _mimo_layer(files: Files, prefix: str, layer: int) -> None:
+    hidden, experts = MIMO["hidden_size"], MIMO["n_routed_experts"]
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        files.plain(f"{prefix}{name}.weight", (hidden,), torch.bfloat16, 1.0)
+    is_windowed = MIMO["hybrid_layer_pattern"][layer] == 1
+    _mimo_attention(files, f"{prefix}self_attn.", kv_heads=4 if is_windowed else 2)
+    if is_windowed:
+        files.plain(f"{prefix}self_attn.attention_sink_bias", (8,), torch.bfloat16, 1.0)
+    if not MIMO["moe_layer_freq"][layer]:
+        for part, shape in (
+            ("gate", (192, hidden)),
+            ("up", (192, hidden)),
+            ("down", (hidden, 192)),
+        ):
+            files.fp8(f"{prefix}mlp.{part}_proj", shape, ".weight_scale_inv")
+        return
+    files.plain(f"{prefix}mlp.gate.weight", (experts, hidden), torch.bfloat16)
+    files.plain(f"{prefix}mlp.gate.e_score_correction_bias", (experts,), torch.float32)
+    for expert in range(experts):
+        for part, shape in (("gate", (96, hidden)), ("up", (96, hidden)), ("down", (hidden, 96))):
+            module = f"{prefix}mlp.experts.{expert}.{part}_proj"
+            files.fp4(module, shape, ".weight_scale", torch.uint8)
+
+
+def _mimo_attention(files: Files, prefix: str, *, kv_heads: int) -> None:
+    """Queries, keys and values of as many devices as full layers have KV heads, one by one."""
+    hidden, num_devices = MIMO["hidden_size"], MIMO["num_key_value_heads"]
+    heads, kv_heads = MIMO["num_attention_heads"] // num_devices, kv_heads // num_devices
+    rows = {"q": heads * 48, "k": kv_heads * 48, "v": kv_heads * 32}
+    total = sum(rows.values())
+    assert rows["q"] % 128 or total % 128, "blocks of scales end within parts and devices"
+    stored: dict[str, list[Tensor]] = {"weight": [], "weight_scale_inv": []}
+    parts: dict[str, list[Tensor]] = {part: [] for part in rows}
+    for device in range(num_devices):
+        files.fp8(f"device{device}", (total, hidden), ".weight_scale_inv")
+        stored["weight"].append(files.stored.pop(f"device{device}.weight"))
+        scales = files.stored.pop(f"device{device}.weight_scale_inv")
+        stored["weight_scale_inv"].append(scales.float())
+        values = files.values.pop(f"device{device}.weight").split(list(rows.values()))
+        for part, value in zip(rows, values, strict=True):
+            parts[part].append(value)
+    for suffix, tensors in stored.items():
+        files.stored[f"{prefix}qkv_proj.{suffix}"] = torch.cat(tensors)
+    for part, tensors in parts.items():
+        files.values[f"{prefix}{part}_proj.weight"] = torch.cat(tensors)
+    files.plain(f"{prefix}o_proj.weight", (hidden, 8 * 32), torch.bfloat16)
+
+
+# What transformers' class of MiMo-V2-Flash has for it.
+MIMO_IN_CLASS = {
+    **{
+        name: value
+        for name, value in MIMO.items()
+        if not name.startswith(("swa_", "add_", "hybrid_", "moe_layer", "vision_", "attention_p"))
+        and name not in {"layernorm_epsilon", "rope_theta", "partial_rotary_factor"}
+    },
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "rms_norm_eps": 1e-6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": {
+        f"{kind}_attention": {
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": 0.334,
+        }
+        for kind, theta in (("full", 10_000_000.0), ("sliding", 10_000.0))
+    },
+}
+
+
+def test_mimo_v2_has_the_tokens_of_its_decoded_weights(tmp_path: Path) -> None:
+    values = mimo_v2(tmp_path)
+    model = of_transformers(MIMO_IN_CLASS, values, tmp_path / "decoded")
+    expected = [greedy(model, prompt) for prompt in prompts()]
+    assert generate(load_decoder(tmp_path), prompts(), NUM_TOKENS) == expected
+    assert len({tuple(row) for row in expected}) == len(expected)
+
+
+def test_queries_keys_and_values_of_mimo_v2_are_decoded_and_experts_are_not(tmp_path: Path) -> None:
+    mimo_v2(tmp_path)
+    spec = ModelSpec.from_directory(tmp_path)
+    found = {
+        re.sub(r"\d+", "N", name): getattr(spec.format_of(name, shape), "name", None)
+        for name, shape in model_weights(spec).items()
+    }
+    parts = ("gate", "up", "down")
+    assert {name: form for name, form in found.items() if form is not None} == {
+        **{f"model.layers.N.mlp.experts.N.{part}_proj.weight": "mxfp4" for part in parts},
+        **{f"model.layers.N.mlp.{part}_proj.weight": "fp8_block" for part in parts},
+    }
+    assert [layer.attention.num_kv_heads for layer in spec.layers] == [2, 4, 2]
+    assert spec.layers[1].attention.sliding_window == 20
+
+
 def of_transformers(
     config: dict[str, Any], values: dict[str, Tensor], directory: Path
 ) -> transformers.PreTrainedModel:

@@ -31,9 +31,11 @@ FAMILIES: Mapping[str, Family] = {
 TESTED_WITH = "transformers 5.24.0"
 # Kimi-K2 has its own model type and DeepSeek-V3's architecture (Moonshot's deployment guide:
 # "reuses the DeepSeekV3CausalLM architecture"); MiniMax-M3 without images is its text part.
-# EXAONE-4.5's text part had a name of its own at first.
+# EXAONE-4.5's text part had a name of its own at first. MiMo-V2.6 is MiMo-V2-Flash with other sizes
+# (SGLang and vLLM run both by one class).
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "exaone4_5_text": "exaone4",
     "kimi_k2": "deepseek_v3",
+    "mimo_v2": "mimo_v2_flash",
     "minimax_m3": "minimax_m3_vl_text",
 }

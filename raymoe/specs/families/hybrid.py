@@ -366,6 +366,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "mimo_v2_flash": Family(
         architecture="MiMoV2FlashForCausalLM",
         was_published_with_code=True,
+        published_architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
         ignored=TRAINING_FIELDS | {"attention_chunk_size"},
         fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         rope=RopeRule(
@@ -378,7 +379,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         sinks="windowed",
         value_head_dim="v_head_dim",
         value_scale="attention_value_scale",
-        windowed_kv_factor=2,
+        windowed_kv_heads="swa_num_key_value_heads",
+        grouped_qkv="attention_projection_layout",
         windowed_layers="all_but_nth",
         window_step=6,
         starts_with_full_layer=True,

@@ -27,6 +27,8 @@ def in_class_fields(
 
 
 def _mimo_v2_flash(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    if config.get("model_type") == "mimo_v2":
+        return _with_window(_mimo_v2(config, values))
     num_layers = _num_layers(values)
     kinds = config.get("layer_types") or [
         FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(num_layers)
@@ -52,6 +54,92 @@ def _mimo_v2_flash(config: dict[str, object], values: Mapping[str, object]) -> d
         "swa_v_head_dim": values.get("v_head_dim"),
     }
     _remove(config, computed, "model_type 'mimo_v2_flash'")
+    config["swa_num_key_value_heads"] = computed["swa_num_key_value_heads"]
+    return _with_window(config)
+
+
+# Other media, and kinds of numbers in which other engines compute.
+_MIMO_UNUSED = (
+    *("audio_config", "audio_token_id", "image_token_id", "moe_router_dtype", "processor_config"),
+    *("video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id"),
+)
+
+
+def _mimo_v2(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """MiMo-V2.5 and V2.6, of which transformers has no class: kinds of layers are marked."""
+    num_layers = _num_layers(values)
+    for name in _MIMO_UNUSED:
+        config.pop(name, None)
+    kinds = _marked(config, "hybrid_layer_pattern", num_layers, (FULL, SLIDING))
+    networks = _marked(config, "moe_layer_freq", num_layers, (DENSE, SPARSE))
+    names = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
+    rope = {name: config.pop(name, None) for name in names}
+    part = rope["partial_rotary_factor"]
+    thetas = {FULL: rope["rope_theta"], SLIDING: rope["swa_rope_theta"]}
+    missing = [name for name, value in rope.items() if value is None]
+    if missing:
+        raise ConfigError(f"config.json does not say what {missing[0]} of this mimo_v2 is")
+    common = {"rope_type": "default", "type": "default", **rope}
+    _check_all(_object(config.pop("rope_parameters", None)), common)
+    config["rope_parameters"] = {
+        kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+        for kind, theta in thetas.items()
+    }
+    config["rms_norm_eps"] = config.pop("layernorm_epsilon", values.get("rms_norm_eps"))
+    computed: dict[str, object] = {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "hybrid_block_size": None,
+        "swa_head_dim": values.get("head_dim"),
+        "swa_num_attention_heads": values.get("num_attention_heads"),
+        "swa_v_head_dim": values.get("v_head_dim"),
+    }
+    _remove(config, computed, "model_type 'mimo_v2'")
+    if config.get("swa_num_key_value_heads") is None:
+        config["swa_num_key_value_heads"] = values.get("num_key_value_heads")
+    layout = config.pop("attention_projection_layout", None)
+    if layout not in ("fused_qkv", "split", None):
+        raise UnsupportedModelError(
+            f"attention_projection_layout = {layout!r:.100} is not supported; supported: fused_qkv "
+            "or split"
+        )
+    if layout == "fused_qkv":
+        config["attention_projection_layout"] = layout
+    return config | {"layer_types": kinds, "mlp_layer_types": networks}
+
+
+def _check_all(rope: Mapping[str, object], common: Mapping[str, object]) -> None:
+    """Check that an object says of a rope only what the fields beside it do."""
+    for name, value in rope.items():
+        if name not in common or common[name] != value:
+            raise UnsupportedModelError(
+                f"rope_parameters: {name} = {value!r:.100} is not supported in model_type "
+                f"'mimo_v2'; supported: {common}"
+            )
+
+
+def _object(value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"config.json: {value!r:.100} is not an object")
+    return dict(value or {})
+
+
+def _marked(
+    config: dict[str, object], name: str, num_layers: int, kinds: tuple[str, str]
+) -> list[str]:
+    """The kind of each layer: a list of their indices; none is the first kind for all."""
+    found = config.pop(name, None)
+    marks = [0] * num_layers if found is None else found
+    are_marks = isinstance(marks, list) and all(mark in (0, 1) for mark in marks)
+    if not isinstance(marks, list) or not are_marks or len(marks) != num_layers:
+        raise UnsupportedModelError(
+            f"{name} = {found!r:.100} is not supported; supported: 0 or 1 for each of "
+            f"{num_layers} layers"
+        )
+    return [kinds[int(mark)] for mark in marks]
+
+
+def _with_window(config: dict[str, object]) -> dict[str, object]:
     if config.get("routed_scaling_factor") is None:
         config["routed_scaling_factor"] = 1.0
     before = config.pop("sliding_window_size", None)

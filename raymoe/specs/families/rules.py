@@ -366,7 +366,10 @@ class Family:
     gate_granularity: bool | FieldName = False
     heads_by_layer: FieldName | None = None  # list of query heads of each layer
     windowed_heads: FieldName | None = None  # query heads of layers with a window
-    windowed_kv_factor: int = 1  # KV heads of layers with a window, in multiples of those without
+    windowed_kv_heads: FieldName | None = None  # KV heads of layers with a window, if they differ
+    # Field that is set where queries, keys and values are stored in equal groups, each of which is
+    # quantised by itself.
+    grouped_qkv: FieldName | None = None
     clamp: ClampRule | None = None  # of dense networks and shared experts
     dense_hidden: FieldName = "intermediate_size"  # if not set, `intermediate_size` is
     moe: MoeRule | None = None  # the experts; None for dense families

@@ -48,6 +48,8 @@ class Fused:
     # Attribute of the layer's attention with the number of groups, usually heads: each group holds
     # its rows of all weights, one weight after the other. None: one group.
     groups: str | None = None
+    # Whether the groups are those of the layer with the fewest KV heads, in every layer.
+    has_fewest_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -790,6 +792,17 @@ _AXK1 = Naming(
 _AXK1_MODULES = Naming(renamed={**_SHARED, FFN_RESULT_NORM: "mlp.post_mlp_layernorm"})
 
 
+_MIMO = Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"})
+_MIMO_QKV = (
+    Fused(
+        name="self_attn.qkv_proj.weight",
+        weights=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+        has_fewest_groups=True,
+    ),
+)
+_MIMO_MEDIA = ("visual.", "audio_encoder.", "speech_embeddings.")
+
+
 def _without_bias(naming: Naming) -> Naming:
     """The names where the bias of the choice is not stored."""
     return replace(naming, zeros=("mlp.gate.e_score_correction_bias",))
@@ -817,7 +830,7 @@ NAMINGS: Mapping[str, tuple[Naming, ...]] = {
     "hy_v4": _HY_V4_NAMINGS,
     "hy_v4_vl_text": _HY_V4_NAMINGS,
     "lfm2_moe": (_LFM2,),
-    "mimo_v2_flash": (Naming(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),),
+    "mimo_v2_flash": (_MIMO, replace(_MIMO, fused=_MIMO_QKV, unread=_MIMO_MEDIA)),
     "minimax_m3_vl_text": (
         _MINIMAX_M3,
         _MINIMAX_M3_MODULES,
