@@ -8,6 +8,7 @@ import transformers
 from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_names import locate_weights, model_weights
 from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.hybrid_families import AS_PUBLISHED, FULL, SLIDING
 from tests.unit.specs.config_classes import written
@@ -147,6 +148,90 @@ PUBLISHED = {
     if c.name.endswith(AS_PUBLISHED)
 }
 MIMO = PUBLISHED["mimo_v2_flash"]
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MIMO_26 = {
+    "model_type": "mimo_v2",
+    "architectures": ["MiMoV2ForCausalLM"],
+    "attention_projection_layout": "fused_qkv",
+    "hybrid_layer_pattern": [0, 1],
+    "num_hidden_layers": 2,
+    "moe_layer_freq": [0, 1],
+    "rope_theta": 10000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "layernorm_epsilon": 1e-6,
+    "sliding_window_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "rows", "scales"),
+    [((64, 4, 8), 4, (13568, 14848), (108, 116)), ((128, 8, 8), 8, (27136, 27136), (216, 216))],
+    ids=["flash", "pro"],
+)
+def test_groups_of_mimo_v2_have_blocks_of_their_own(heads, groups, rows, scales) -> None:
+    num_heads, num_kv_heads, windowed = heads
+    sizes = {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "swa_num_key_value_heads": windowed,
+    }
+    config = MIMO_26 | sizes | {"quantization_config": FP8 | {"ignored_layers": ["o_proj"]}}
+    spec = ModelSpec.from_config(config)
+    full, sliding = spec.layers
+    assert (full.rope.theta, sliding.rope.theta, sliding.attention.sliding_window) == (
+        1e7,
+        1e4,
+        129,
+    )
+    assert (full.attention.num_kv_heads, sliding.attention.num_kv_heads) == (num_kv_heads, windowed)
+    assert (spec.norm_eps, sliding.attention.has_sinks) == (1e-6, True)
+    plain = {name: shape for name, shape in model_weights(spec).items() if "qkv" not in name}
+    stored = {
+        name.replace("sinks", "attention_sink_bias"): shape
+        for name, shape in plain.items()
+        if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    }
+    for name, shape in list(stored.items()):
+        if spec.format_of(name, shape) is not None:
+            grid = tuple(-(-size // 128) for size in shape)
+            stored[f"{name}_scale_inv"] = grid
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+        stored |= {name: (rows[layer], 4096), f"{name}_scale_inv": (scales[layer], 32)}
+    places = locate_weights(spec, stored, dict.fromkeys(stored, "model.safetensors"))
+    for part in "qkv":
+        weight = f"model.layers.0.self_attn.{part}_proj.weight"
+        assert places[weight].num_groups == groups
+        assert spec.format_of(weight, (1, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_layer_pattern": [0, 2]}, "hybrid_layer_pattern = .* 0 or 1 for each of 2 layers"),
+        ({"moe_layer_freq": [1]}, "moe_layer_freq"),
+        ({"attention_projection_layout": "other"}, "fused_qkv or split"),
+        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta = 5.0"),
+        ({"rope_parameters": {"factor": 2.0}}, "factor = 2.0"),
+        ({"swa_rope_theta": None}, "what swa_rope_theta of this mimo_v2 is"),
+        ({"hybrid_block_size": 6}, "hybrid_block_size = 6"),
+    ],
+)
+def test_other_forms_of_mimo_v2_are_refused(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config(MIMO_26 | changes)
+
+
+def test_heads_of_mimo_v2_that_are_no_equal_groups_are_refused() -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "swa_num_key_value_heads": 3}
+    spec = ModelSpec.from_config(MIMO_26 | heads)
+    names = dict.fromkeys(model_weights(spec), (1,))
+    with pytest.raises(UnsupportedModelError, match="no 3 equal groups"):
+        locate_weights(spec, names, dict.fromkeys(names, "model.safetensors"))
+
+
 STEP = PUBLISHED["step3p7"] | {"model_type": "step3p5"}
 OTHER = STEP["attention_other_setting"]
 GRANITE = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 16}
