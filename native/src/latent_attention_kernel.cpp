@@ -35,6 +35,8 @@ constexpr int kMaxRows = 12;  // of a register block: 12 x 2 of 32 registers
 constexpr int kMaxRows = 6;
 #endif
 
+constexpr int64_t kPartBytes = 16384;  // of a panel of queries: half of a first-level cache
+
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
@@ -56,9 +58,10 @@ struct Workspace {
 /// Up to 4 consecutive blocks of the cache.
 template <typename A>
 struct Chunk {
-  const A* rows[kChunkBlocks];
-  int64_t first;  // position
+  const A* rows[kChunkBlocks];  // of runs of rows that lie together
+  int64_t first;                // position
   int64_t count;
+  int64_t run;  // rows of a run
   const char* next[kChunkBlocks];  // blocks of the cache to be prefetched
   int64_t block_bytes;
 };
@@ -103,7 +106,9 @@ struct Wide {
       const Cache* block = block_at<Cache>(tile, (chunk.first + i) / kBlockTokens);
       widen(block + (chunk.first + i) % kBlockTokens * shape.width, shape, i, work);
     }
-    find_blocks(shape, work, chunk);
+    chunk.run = kBlockTokens;
+    for (int64_t i = 0; i < chunk.count; i += kBlockTokens)
+      chunk.rows[i / kBlockTokens] = work.values + i * row_stride(shape);
   }
   static void gather_rows(const LatentShape& shape, const void* const* rows,
                           const Workspace<A>& work, Chunk<A>& chunk) {
@@ -111,7 +116,8 @@ struct Wide {
       prefetch_row(rows, i, chunk.count, shape.width * int64_t{sizeof(Cache)});
       widen(static_cast<const Cache*>(rows[i]), shape, i, work);
     }
-    find_blocks(shape, work, chunk);
+    chunk.run = chunk.count;
+    chunk.rows[0] = work.values;
   }
   static Panel<A> values(const LatentShape& shape, const Workspace<A>& work, int64_t column,
                          int64_t) {
@@ -123,10 +129,6 @@ struct Wide {
                     const Workspace<A>& work) {
     A* to = work.values + i * row_stride(shape);
     for (int64_t d = 0; d < shape.width; d += 8) store8(to + d, load8(from + d));
-  }
-  static void find_blocks(const LatentShape& shape, const Workspace<A>& work, Chunk<A>& chunk) {
-    for (int64_t i = 0; i < chunk.count; i += kBlockTokens)
-      chunk.rows[i / kBlockTokens] = work.values + i * row_stride(shape);
   }
 };
 
@@ -142,7 +144,8 @@ struct Product {
   int64_t num_steps;
   float* out;
   int64_t out_row;
-  const float* scale;      // [rows]; null overwrites out
+  bool adds;               // to out, else overwrites it
+  const float* scale;      // [rows], of what it adds to; null: 1
   const char* ahead;       // a line of cache is prefetched with each of them
   const char* ahead_end;
 };
@@ -153,10 +156,12 @@ __attribute__((noinline)) void multiply_block(const Product<Format>& product) {
   Reg acc[kRows][kCols];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kCols; ++j)
-      acc[i][j] = product.scale == nullptr
-                      ? Vector::zero()
-                      : Vector::mul(Vector::set1(product.scale[i]),
-                                    Vector::load(product.out + i * product.out_row + j * kLanes));
+      acc[i][j] = product.adds ? Vector::load(product.out + i * product.out_row + j * kLanes)
+                               : Vector::zero();
+  if (product.scale != nullptr)
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kCols; ++j)
+        acc[i][j] = Vector::mul(Vector::set1(product.scale[i]), acc[i][j]);
   const typename Format::A* a = product.a;
   const typename Format::A* b = product.b;
   const char* ahead = product.ahead;
@@ -266,27 +271,35 @@ void pack_queries(const LatentTile& tile, typename Format::A* to) {
   }
 }
 
-/// scores[position][row of the tile] for the positions of a chunk.
+/// scores[position][row of the tile] for the positions of a chunk. A part of the columns of a panel
+/// of queries stays in the first-level cache while all rows of a run are multiplied with it.
 template <typename Format>
 void score_chunk(const LatentTile& tile, const Chunk<typename Format::A>& chunk,
                 const Workspace<typename Format::A>& work) {
+  constexpr int64_t kPartSteps = kPartBytes / (kPanelColumns * int64_t{sizeof(float)});
   const int64_t width = tile.shape->width, padded = rounded_up(tile.num_rows(), kLanes);
+  const int64_t num_steps = width / Format::kPair;
+  const int64_t num_parts = (num_steps + kPartSteps - 1) / kPartSteps;
   Product<Format> product{};
   product.a_row = Format::row_stride(*tile.shape);
   product.a_step = Format::kPair;
-  product.num_steps = width / Format::kPair;
   product.out_row = padded;
-  for (int64_t block = 0; block * kBlockTokens < chunk.count; ++block) {
-    product.ahead = chunk.next[block];
+  for (int64_t run = 0; run * chunk.run < chunk.count; ++run) {
+    const int64_t rows = smaller(chunk.run, chunk.count - run * chunk.run);
+    product.ahead = chunk.next[run];
     product.ahead_end = product.ahead + chunk.block_bytes;
     for (int64_t panel = 0; panel < padded; panel += kPanelColumns) {
       const int64_t columns = smaller(padded - panel, kPanelColumns);
-      product.a = chunk.rows[block];
-      product.b = work.queries + panel * width;
       product.b_step = columns * Format::kPair;
-      product.out = work.scores + block * kBlockTokens * padded + panel;
-      const int64_t rows = smaller(kBlockTokens, chunk.count - block * kBlockTokens);
-      product.ahead = multiply(product, rows, columns < kPanelColumns);
+      product.out = work.scores + run * chunk.run * padded + panel;
+      for (int64_t part = 0; part < num_parts; ++part) {
+        const int64_t step = part * num_steps / num_parts;
+        product.num_steps = (part + 1) * num_steps / num_parts - step;
+        product.a = chunk.rows[run] + step * product.a_step;
+        product.b = work.queries + panel * width + step * product.b_step;
+        product.adds = part > 0;
+        product.ahead = multiply(product, rows, columns < kPanelColumns);
+      }
     }
   }
 }
@@ -354,6 +367,7 @@ void add_values(const LatentTile& tile, int64_t count, const Workspace<typename 
   product.a_step = padded * pair;
   product.num_steps = (count + pair - 1) / pair;
   product.out_row = padded_head_dim(shape.rank);
+  product.adds = true;
   product.scale = work.factors;
   for (int64_t column = 0; column < rank; column += kPanelColumns) {
     const int64_t columns = smaller(rank - column, kPanelColumns);
@@ -533,6 +547,7 @@ struct Pairs {
   }
 
   static void gather(const LatentTile& tile, const Workspace<A>& work, Chunk<A>& chunk) {
+    chunk.run = kBlockTokens;
     for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
       const A* rows = block_at<A>(tile, (chunk.first + i) / kBlockTokens);
       chunk.rows[i / kBlockTokens] = rows;
@@ -546,11 +561,9 @@ struct Pairs {
       prefetch_row(rows, i, chunk.count, num_bytes);
       __builtin_memcpy(work.gathered + i * shape.width, rows[i], static_cast<size_t>(num_bytes));
     }
-    for (int64_t i = 0; i < chunk.count; i += kBlockTokens) {
-      const A* block = work.gathered + i * shape.width;
-      chunk.rows[i / kBlockTokens] = block;
-      interleave_rows(shape, block, smaller(kBlockTokens, chunk.count - i), i, work.values);
-    }
+    chunk.run = chunk.count;
+    chunk.rows[0] = work.gathered;
+    interleave_rows(shape, work.gathered, chunk.count, 0, work.values);
   }
   static Panel<A> values(const LatentShape&, const Workspace<A>& work, int64_t column,
                          int64_t columns) {
@@ -558,7 +571,7 @@ struct Pairs {
   }
 
  private:
-  /// Rows of one block as rows `first`, `first` + 1, ... of the values.
+  /// Rows of a run as rows `first`, `first` + 1, ... of the values.
   static void interleave_rows(const LatentShape& shape, const A* rows, int64_t count, int64_t first,
                               A* values) {
     const int64_t rank = rounded_up(shape.rank, kLanes);
