@@ -462,11 +462,13 @@ void check_query(const CompressedInputs& inputs, const TensorView& rows, const T
         .expect_size("compressed attention: chosen", 0, num_tokens);
 }
 
-/// Heads of a tile: fewer where there are few tokens, so that every thread has some.
+/// Heads of a tile: fewer where there are few tokens, so that every thread has some. Tiles of one
+/// token take equally long, and each of them widens all rows: one for a thread is enough.
 int64_t heads_of_tiles(int64_t num_heads, int64_t num_tokens, int num_threads) {
   constexpr int64_t kFewest = 16, kTilesOfThread = 2;
   int64_t count = (num_heads + kLatentHeads - 1) / kLatentHeads;
-  const int64_t wanted = num_threads == 1 ? 1 : kTilesOfThread * num_threads;
+  const bool are_equal = num_threads == 1 || num_tokens == 1;
+  const int64_t wanted = are_equal ? num_threads : kTilesOfThread * num_threads;
   while (num_tokens * count < wanted && num_heads / (2 * count) >= kFewest) count *= 2;
   return (num_heads + count - 1) / count;
 }
