@@ -245,7 +245,7 @@ class Decoder:
         self.needs_prompt_tokens = spec.depends_on_length
         rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
         self._rotary = [rotary[layer.rope] for layer in spec.layers]
-        if loader.device.type != "cpu" and any(map(_rotates_entries, spec.layers)):
+        if loader.device != torch.device("cpu") and any(map(_rotates_entries, spec.layers)):
             rotary = {layer.rope: Rotary(layer.rope) for layer in spec.layers}
         self._host_rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)

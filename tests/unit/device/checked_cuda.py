@@ -38,6 +38,8 @@ from tests.unit.device.deferred_cuda import ALLOCATIONS, HOST_WAITS, DeferredCud
 from tests.unit.device.fake_cuda import FakeEvent, FakeStream
 from tests.unit.device.happens_before import Agent, Stamp, Trace
 
+# Operations of torch by indices, of which the first are those of rows.
+INDEXED = ("index", "index_put_", "_index_put_impl_")
 # What native kernels write, by the names of `_native.pyi`; they read all other tensors.
 WRITTEN = {
     "add_gated": ("out",),
@@ -242,6 +244,9 @@ class CheckedCuda(DeferredCuda):
                 self.placed(tensor, f"a result in {label}", self.stream if is_there else None)
             if func._schema.name in ALLOCATIONS or not (made or writes):
                 return  # nothing was computed
+            if name in INDEXED and not is_there:
+                rows = _rows_of(*args[:2])
+                reads, writes = (reads, rows) if writes else ([*rows, *reads[1:]], [])
             (self.in_stream if is_there else self.on_host)(name, reads, [*writes, *made])
 
     def read_by_host(self, func: Callable[..., Any], tensor: Tensor) -> None:
@@ -335,6 +340,14 @@ def _operands(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         (writes if is_written else reads).extend(_tensors(value))
     return reads, writes
+
+
+def _rows_of(tensor: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor]:
+    """What an operation by indices touches: all but other rows, if the first one chooses these."""
+    first = indices[0]
+    if first is None or first.dtype == torch.bool:
+        return [tensor]
+    return [tensor[row] for row in first.unique().tolist()]
 
 
 def _signatures() -> Iterator[tuple[str, list[str]]]:
