@@ -196,6 +196,22 @@ class SideBySide:
         return out
 
 
+class GroupedLinear:
+    """Projections of one group of the input each, whose outputs are concatenated."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = tuple(parts)
+
+    def __call__(self, input_TX: Tensor) -> Tensor:
+        inputs = input_TX.tensor_split(len(self._parts), dim=1)
+        outputs = sum(part.out_features for part in self._parts)
+        out_TO = input_TX.new_empty(len(input_TX), outputs)
+        results = out_TO.tensor_split(len(self._parts), dim=1)
+        for part, input_TI, result_TY in zip(self._parts, inputs, results, strict=True):
+            part(input_TI, out=result_TY)
+        return out_TO
+
+
 def multiply(input_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
     """Compute x W^T + b with torch; a quantised weight is decoded, in pieces if it is large."""
     if not isinstance(weight_OI, StoredMatrix):

@@ -67,7 +67,7 @@ class CompressedAttention(OneForm):
             self._indexer = EntryIndexer(spec, spec.indexer, loader, f"{prefix}indexer.")
         self._on_host = _scoring(spec, loader, prefix, is_on_host=True)
         self._on_device = _scoring(spec, loader, prefix, is_on_host=False)
-        self._groups = loader.head_matrices(f"{prefix}o_a_proj", spec.num_groups)
+        self._groups = loader.grouped_linear(f"{prefix}o_a_proj", spec.num_groups)
         self._output = loader.linear([f"{prefix}o_proj"])
 
     @property
@@ -191,11 +191,7 @@ class CompressedAttention(OneForm):
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         del normed_TH
-        weight_GLX = self._groups()
-        num_groups, _, width = weight_GLX.shape
-        grouped_TGX = attention_TX.view(len(attention_TX), num_groups, width)
-        latent_GTL = torch.bmm(grouped_TGX.transpose(0, 1), weight_GLX.transpose(1, 2))
-        return self._output(latent_GTL.transpose(0, 1).flatten(1))
+        return self._output(self._groups(attention_TX))
 
 
 class EntryIndexer:

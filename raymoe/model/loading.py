@@ -29,6 +29,7 @@ from raymoe.kernels.cpu_experts import (
 )
 from raymoe.kernels.cpu_linear import (
     Allocate,
+    GroupedLinear,
     Linear,
     PlainLinear,
     SideBySide,
@@ -101,6 +102,7 @@ ALIGNMENT = 64
 
 GetWeight = Callable[[str], Weight]
 HeadMatrices = Callable[[], Tensor]  # [heads, outputs of a head, inputs]
+GroupedProjection = Callable[[Tensor], Tensor]
 
 
 class Loader:
@@ -231,6 +233,19 @@ class Loader:
             weight_OI = self.table(f"{name}.weight")
         weight_HXI = weight_OI.view(num_heads, -1, weight_OI.shape[1])
         return lambda: weight_HXI
+
+    def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
+        """Load a projection whose inputs and outputs are divided into groups.
+
+        Packed ones, as torch multiplies bfloat16 by plain loops where cores have no products of it.
+        """
+        if not packed_linear_is_used(self.dtype):
+            weight_GYI = self.head_matrices(name, num_groups)()
+        else:
+            stored = self._weights(f"{name}.weight")
+            weight_GYI = as_tensor(stored, self.dtype).view(num_groups, -1, stored.shape[1])
+        parts = [make_linear(weight_YI, None, self._allocate) for weight_YI in weight_GYI]
+        return GroupedLinear(parts)
 
     def vector(self, name: str) -> Tensor:
         """Copy a norm weight or a bias: it is small and shares its page with large weights."""
@@ -400,10 +415,16 @@ class _ArenaPlan:
             pooled = [f"{index}{part}_proj" for part in ("kv", "gate")]
             width = 2 * attention.num_sums * indexer.head_dim
             total += self._linear(pooled, width, hidden_size)
+        total += self._grouped_linear(f"{prefix}o_a_proj.weight", attention)
         latent = attention.num_groups * attention.group_rank
-        group_width = attention.output_width // attention.num_groups
-        total += self._head_matrices(f"{prefix}o_a_proj.weight", latent, group_width)
         return total + self._linear([f"{prefix}o_proj"], hidden_size, latent)
+
+    def _grouped_linear(self, name: str, attention: CompressedAttentionSpec) -> int:
+        count, rank = attention.num_groups, attention.group_rank
+        inputs = attention.output_width // count
+        if packed_linear_is_used(self._dtype):
+            return count * _aligned(packed_linear_bytes(rank, inputs))
+        return self._head_matrices(name, count * rank, inputs)
 
     def _head_matrices(self, name: str, outputs: int, inputs: int) -> int:
         if packed_linear_is_used(self._dtype) or self._format(name) is not None:
@@ -546,6 +567,16 @@ class PagedLoader(Loader):
         weight = self._view(f"{name}.weight")
         shape = (num_heads, -1, weight.shape[1])
         return lambda: as_tensor(weight, self.dtype).view(shape)
+
+    def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
+        matrices = self.head_matrices(name, num_groups)
+
+        def project(input_TX: Tensor) -> Tensor:
+            weight_GYI = matrices()
+            input_GTI = input_TX.view(len(input_TX), num_groups, -1).transpose(0, 1)
+            return torch.bmm(input_GTI, weight_GYI.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+        return project
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         return make_device_experts(

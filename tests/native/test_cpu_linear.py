@@ -8,6 +8,7 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.kernels.cpu_linear import (
+    GroupedLinear,
     PackedLinear,
     PlainLinear,
     make_linear,
@@ -187,3 +188,14 @@ def test_wrong_arguments_are_named() -> None:
         PackedLinear(torch.zeros(8, 6), None, allocate)
     with pytest.raises(ValueError, match="packed must be aligned to 64 bytes"):
         _native.pack_linear(random(8, 6, seed=0), allocate(385)[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_are_projected_each_by_its_own_matrix(dtype: torch.dtype) -> None:
+    input_TX = torch.randn(9, 3 * 40).to(dtype)
+    weight_GYI = torch.randn(3, 37, 40).to(dtype)
+    project = GroupedLinear([make_linear(weight_YI, None, allocate) for weight_YI in weight_GYI])
+    expected_TGY = torch.einsum(
+        "tgi,gyi->tgy", input_TX.view(9, 3, 40).double(), weight_GYI.double()
+    )
+    torch.testing.assert_close(project(input_TX), expected_TGY.flatten(1).to(dtype))
