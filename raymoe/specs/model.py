@@ -278,18 +278,19 @@ class ModelSpec:
         return total
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
+        """The format in memory: None for matrices that are decoded while they are loaded."""
         if self.quantization is None or name.endswith(self.quantization.decoded):
             return None
         return self.stored_format_of(name, shape)
 
     def stored_format_of(self, name: str, shape: Shape) -> WeightFormat | None:
-        """The format in a checkpoint, where some matrices are decoded while they are loaded."""
+        """The format in a checkpoint."""
         if self.quantization is None or len(shape) != 2 or NGRAM_TABLE in name:
             return None
         found = LAYER_NUMBER.search(name)
         if found is not None and self.num_past_tokens:
             name = f"{layer_prefix(self.stored_layer(int(found[1])))}{name[found.end() :]}"
-        return self.quantization.stored_format_of(name)
+        return self.quantization.format_of(name)
 
     def stored_layer(self, i: int) -> int:
         """The number of layer `i` in checkpoints, where layers of n-grams are part of the next."""

@@ -213,11 +213,7 @@ class Quantization:
         return self.format.name + (f", experts {self.experts.name}" if self.experts else "")
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of a matrix by canonical name, or None; one for all experts of a layer."""
-        return None if name.endswith(self.decoded) else self.stored_format_of(name)
-
-    def stored_format_of(self, name: str) -> WeightFormat | None:
-        """The format in a checkpoint, where some matrices are decoded while they are loaded."""
+        """The stored format of a matrix by canonical name, or None; one for a layer's experts."""
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
             self._known[name] = self._find(name)
