@@ -22,7 +22,14 @@ from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
+from raymoe.plan.work import (
+    STREAM_VISITS,
+    AttentionShape,
+    LayerWork,
+    Matrices,
+    MicroBatchShape,
+    ModelWork,
+)
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
@@ -518,7 +525,7 @@ def _pre_s(cost: StepCost, task: Task) -> float:
     seconds = cost.rates.product_s(task.resource, tokens, layer.pre) + cost.rates.between_s(
         task.resource, cost.work.before_attention_bytes(layer, tokens)
     )
-    return seconds + cost.mixing_s(task, tokens, factors=1, visits=2)
+    return seconds + cost.mixing_s(task, tokens, factors=1, visits=STREAM_VISITS[0])
 
 
 def _qkv_s(cost: StepCost, task: Task) -> float:
@@ -576,7 +583,7 @@ def _post_s(cost: StepCost, task: Task) -> float:
     seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
     # A gate of recurrent states reads the input of attention.
     again = 1 if layer.state_bytes and layer.recent is None else 0
-    return seconds + cost.mixing_s(task, tokens, factors=2, visits=5 + again)
+    return seconds + cost.mixing_s(task, tokens, factors=2, visits=STREAM_VISITS[1] + again)
 
 
 def _experts_s(cost: StepCost, task: Task) -> float:
@@ -602,7 +609,7 @@ def _experts_s(cost: StepCost, task: Task) -> float:
         between = cost.work.after_ffn_bytes(tokens)
         seconds += rates.network_s(task.resource, tokens, layer.common)
         seconds += rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
-        seconds += cost.mixing_s(task, tokens, factors=0, visits=2)
+        seconds += cost.mixing_s(task, tokens, factors=0, visits=STREAM_VISITS[2])
     return seconds + cost.experts_s(task, tokens, share)
 
 

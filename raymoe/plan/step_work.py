@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from raymoe.plan.work import AttentionShape, LayerWork, Matrices, MicroBatchShape, ModelWork
+from raymoe.plan.work import (
+    STREAM_VISITS,
+    AttentionShape,
+    LayerWork,
+    Matrices,
+    MicroBatchShape,
+    ModelWork,
+)
 
 
 class OperationKind(StrEnum):
@@ -102,11 +109,8 @@ def _layer_work(
     moved = work.before_attention_bytes(layer, tokens) + work.after_attention_bytes(tokens)
     moved += work.after_ffn_bytes(tokens)
     if layer.mixers.parameters:
-        moved += work.mixing_bytes(tokens, STREAM_VISITS)
+        moved += work.mixing_bytes(tokens, sum(STREAM_VISITS))
     yield OperationKind.ELEMENTWISE, Work(0.0, moved)
-
-
-STREAM_VISITS = 9  # of the hidden state with several streams in a layer (`StepCost.mixing_s`)
 
 
 def _product(tokens: float, weights: Matrices) -> Work:

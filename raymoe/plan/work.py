@@ -78,6 +78,11 @@ class Matrices(NamedTuple):
         return Matrices(self.parameters * part // whole, self.num_bytes * part // whole)
 
 
+# How often a layer reads or writes all streams of its hidden state: before attention, between
+# attention and the network, and after the network.
+STREAM_VISITS = (2, 5, 2)
+
+
 class RecentRows(NamedTuple):
     """Last rows of a sequence, which a layer's state has and attention reads besides KV.
 
