@@ -235,9 +235,10 @@ class Loader:
         return lambda: weight_HXI
 
     def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
-        """Load a projection whose inputs and outputs are divided into groups.
+        """Load a projection that is one matrix for each group of its inputs and outputs.
 
-        Packed ones, as torch multiplies bfloat16 by plain loops where cores have no products of it.
+        torch multiplies bfloat16 by plain loops on cores without such products, so that matrices
+        are packed for our own kernel if there is one.
         """
         if not packed_linear_is_used(self.dtype):
             weight_GYI = self.head_matrices(name, num_groups)()
