@@ -574,7 +574,8 @@ class PagedLoader(Loader):
 
         def project(input_TX: Tensor) -> Tensor:
             weight_GYI = matrices()
-            input_GTI = input_TX.view(len(input_TX), num_groups, -1).transpose(0, 1)
+            inputs = weight_GYI.shape[2]  # there may be no token to tell it from
+            input_GTI = input_TX.view(-1, num_groups, inputs).transpose(0, 1)
             return torch.bmm(input_GTI, weight_GYI.transpose(1, 2)).transpose(0, 1).flatten(1)
 
         return project
