@@ -84,6 +84,7 @@ def packed_linear(
     out: Tensor,
     code_format: CodeFormat | None = None,
 ) -> None: ...
+def packed_grouped_linear(x: Tensor, packed: Tensor, out: Tensor) -> None: ...
 def fused_experts(
     hidden: Tensor,
     topk_ids: Tensor,

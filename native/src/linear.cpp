@@ -67,7 +67,7 @@ constexpr int64_t kTasksPerWorker = 32;
 constexpr int64_t kInlineCycles = 20'000;  // below about 5 microseconds waking workers costs more
 
 struct LinearPlan {
-  int64_t num_blocks, block_rows;  // rows of a block
+  int64_t num_blocks, block_rows;  // of a group; rows of a block
   int64_t num_chunks, num_panels;  // panels are split into chunks
   bool copies_rows;
   int64_t a_stride;
@@ -81,7 +81,8 @@ LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   plan.num_blocks = ceil_div(problem.num_rows, max_rows);
   plan.block_rows = ceil_div(problem.num_rows, plan.num_blocks);
   plan.num_panels = num_panels(problem.outputs);
-  const int64_t wanted = ceil_div(kTasksPerWorker * num_workers, plan.num_blocks);
+  const int64_t num_blocks = plan.num_blocks * problem.num_groups;
+  const int64_t wanted = ceil_div(kTasksPerWorker * num_workers, num_blocks);
   plan.num_chunks = std::min(wanted, plan.num_panels);
   // An odd row has no zero after its last input; rows 4 KiB apart evict each other from L1.
   plan.copies_rows =
@@ -91,11 +92,11 @@ LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   return plan;
 }
 
-void copy_rows(const LinearProblem& problem, int64_t first, int64_t rows, int64_t stride,
+void copy_rows(const LinearProblem& problem, const bf16* x, int64_t rows, int64_t stride,
                bf16* out) {
   const size_t row_bytes = static_cast<size_t>(problem.inputs) * sizeof(bf16);
   for (int64_t row = 0; row < rows; ++row) {
-    std::memcpy(out + row * stride, problem.x + (first + row) * problem.x_stride, row_bytes);
+    std::memcpy(out + row * stride, x + row * problem.x_stride, row_bytes);
     if (problem.inputs % 2 != 0) out[row * stride + problem.inputs] = bf16{0};
   }
 }
@@ -121,26 +122,28 @@ class LinearWorker {
 
   void run(int64_t task) {
     const int64_t block = task / plan_.num_chunks, chunk = task % plan_.num_chunks;
-    const int64_t first = block * plan_.block_rows;
+    const int64_t group = block / plan_.num_blocks;
+    const int64_t first = block % plan_.num_blocks * plan_.block_rows;
     const int64_t rows = std::min(plan_.block_rows, problem_.num_rows - first);
-    const bf16* a = problem_.x + first * plan_.a_stride;
+    const bf16* a = problem_.x + group * problem_.x_group_stride + first * problem_.x_stride;
     if (plan_.copies_rows) {
-      if (copied_block_ != block) copy_rows(problem_, first, rows, plan_.a_stride, copy_);
+      if (copied_block_ != block) copy_rows(problem_, a, rows, plan_.a_stride, copy_);
       copied_block_ = block;
       a = copy_;
     }
     const int64_t end = (chunk + 1) * plan_.num_panels / plan_.num_chunks;
     for (int64_t panel = chunk * plan_.num_panels / plan_.num_chunks; panel < end; ++panel)
-      multiply(a, first, rows, panel);
+      multiply(a, group, first, rows, panel);
   }
 
  private:
-  void multiply(const bf16* a, int64_t first, int64_t rows, int64_t panel) {
-    const int64_t next = panel + 1 == plan_.num_panels ? 0 : panel + 1;
+  void multiply(const bf16* a, int64_t group, int64_t first, int64_t rows, int64_t panel) {
+    const int64_t index = group * plan_.num_panels + panel;
+    const int64_t next = index + 1 == problem_.num_groups * plan_.num_panels ? 0 : index + 1;
     const PanelProduct product{a,
                                plan_.a_stride,
                                rows,
-                               panel_of(weight_, panel),
+                               panel_of(weight_, index),
                                num_pairs(problem_.inputs),
                                panel_of(weight_, next).weights,
                                sums_,
@@ -149,7 +152,8 @@ class LinearWorker {
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
       StoreTile tile{sums, problem_.bias == nullptr ? nullptr : problem_.bias + column, nullptr,
                      problem_.out_stride, std::min(kPanelColumns, problem_.outputs - column)};
-      const int64_t place = (first + row) * problem_.out_stride + column;
+      const int64_t place =
+          group * problem_.out_group_stride + (first + row) * problem_.out_stride + column;
       if (problem_.wide_out != nullptr)
         tile.wide = problem_.wide_out + place;
       else
@@ -216,14 +220,14 @@ void packed_linear(const LinearProblem& problem) {
   thread_local Scratch scratch;
   thread_local TaskRanges ranges;
   const auto pool = worker_pool();
-  const int64_t cycles =
-      num_panels(problem.outputs) * num_pairs(problem.inputs) * (2 * problem.num_rows + 20);
+  const int64_t cycles = problem.num_groups * num_panels(problem.outputs) *
+                         num_pairs(problem.inputs) * (2 * problem.num_rows + 20);
   const int num_workers = cycles < kInlineCycles ? 1 : pool->num_threads();
   const LinearPlan plan = make_plan(problem, num_workers);
   const int64_t slice = LinearWorker::scratch_bytes(plan);
   char* memory = static_cast<char*>(scratch.reserve(slice * num_workers));
   ranges.resize(num_workers);
-  ranges.set_even(plan.num_blocks * plan.num_chunks);
+  ranges.set_even(problem.num_groups * plan.num_blocks * plan.num_chunks);
   TaskRanges& tasks = ranges;
   const auto body = [&](int worker) {
     LinearWorker state(problem, plan, memory + worker * slice);
@@ -271,6 +275,21 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeF
                  out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
                  is_wide ? nullptr : out.data<bf16>(), out.stride(0),
                  is_wide ? out.data<float>() : nullptr});
+}
+
+void packed_grouped_linear_op(const TensorView& x, const TensorView& packed,
+                              const TensorView& out) {
+  constexpr const char* kOut = "packed_grouped_linear: out";
+  x.expect("packed_grouped_linear: x", DType::kBFloat16, 3);
+  out.expect(kOut, DType::kBFloat16, 3).expect_size(kOut, 0, x.size(0)).expect_size(kOut, 1,
+                                                                                    x.size(1));
+  if (x.size(1) < 1 || x.size(2) < 1 || out.size(2) < 1)
+    fail("packed_grouped_linear: x and out must have groups and columns");
+  const int64_t num_bytes = x.size(1) * packed_bytes(out.size(2), x.size(2));
+  packed_linear({x.data<bf16>(), x.stride(0), x.size(0),
+                 packed_data("packed_grouped_linear: packed", packed, num_bytes), nullptr,
+                 out.size(2), x.size(2), nullptr, out.data<bf16>(), out.stride(0), nullptr,
+                 x.size(1), x.stride(1), out.stride(1)});
 }
 
 }  // namespace raymoe

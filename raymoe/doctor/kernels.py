@@ -36,12 +36,12 @@ from raymoe.kernels.gpu_attention_batch import (
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.humming.products import why_not_here
+from raymoe.kernels.latent_heads import PlainLatentHeads
 from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
     CacheLayout,
     CompressedLayout,
     KvLayout,
-    LatentHeads,
     LatentLayout,
 )
 from raymoe.kernels.state import causal_conv, scan
@@ -363,15 +363,15 @@ def latent_attention(
         yield got.flatten(1), want[rows]
 
 
-def _latent_heads(weight_HXR: Tensor) -> LatentHeads:
-    return LatentHeads(weight_HXR=weight_HXR, nope_dim=NOPE_DIM, rope_dim=ROPE_DIM)
+def _latent_heads(weight_HXR: Tensor) -> PlainLatentHeads:
+    return PlainLatentHeads(weight_HXR, nope_dim=NOPE_DIM, rope_dim=ROPE_DIM)
 
 
 def _latent_attention(
     layout: LatentLayout,
     device: torch.device,
     compute: AttentionCompute | None,
-    heads: LatentHeads,
+    heads: PlainLatentHeads,
 ) -> Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]:
     cache = _cache(layout, device)
 

@@ -8,11 +8,11 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.errors import ConfigError
+from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.kernels.paged_kv import (
     ALL_TOKENS,
     BLOCK_TOKENS,
     KvLayout,
-    LatentHeads,
     pack_block,
     unpack_block,
 )

@@ -5,7 +5,7 @@ O outputs, I inputs, F intermediate size of an expert, H hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -196,20 +196,48 @@ class SideBySide:
         return out
 
 
-class GroupedLinear:
-    """Projections of one group of the input each, whose outputs are concatenated."""
+class PackedGroups:
+    """Our kernel on one bfloat16 matrix [O, I] for each of G groups of inputs and outputs.
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
-        self._parts = tuple(parts)
+    Args:
+        packed_GX: One packed matrix per group; they follow one another.
+    """
 
-    def __call__(self, input_TX: Tensor) -> Tensor:
-        inputs = input_TX.tensor_split(len(self._parts), dim=1)
-        outputs = sum(part.out_features for part in self._parts)
-        out_TO = input_TX.new_empty(len(input_TX), outputs)
-        results = out_TO.tensor_split(len(self._parts), dim=1)
-        for part, input_TI, result_TY in zip(self._parts, inputs, results, strict=True):
-            part(input_TI, out=result_TY)
-        return out_TO
+    def __init__(self, packed_GX: Tensor, out_features: int) -> None:
+        self.num_groups, self._out_features = len(packed_GX), out_features
+        self._packed_GX = packed_GX
+
+    @classmethod
+    def pack(cls, weight_GOI: Tensor, allocate: Allocate) -> Self:
+        num_groups, outputs, inputs = weight_GOI.shape
+        memory = allocate(packed_groups_bytes(num_groups, outputs, inputs))
+        packed_GX = memory.view(num_groups, -1)
+        for weight_OI, packed in zip(weight_GOI, packed_GX, strict=True):
+            _native.pack_linear(weight_OI.detach(), packed)
+        return cls(packed_GX, outputs)
+
+    def some(self, groups: slice) -> "PackedGroups":
+        """Return some groups, without a copy of their weights."""
+        return PackedGroups(self._packed_GX[groups], self._out_features)
+
+    def __call__(self, input_TGI: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project [T, G, I] to [T, G, O]; groups and tokens of both may be any distance apart.
+
+        The bits of a row do not depend on the batch, as those of `PackedLinear`.
+        """
+        if out is None:
+            out = input_TGI.new_empty(len(input_TGI), self.num_groups, self._out_features)
+        _native.packed_grouped_linear(input_TGI, self._packed_GX.flatten(), out)
+        return out
+
+
+def multiply_groups(input_TGI: Tensor, weight_GOI: Tensor) -> Tensor:
+    """Project [T, G, I] to [T, G, O] with torch."""
+    return torch.bmm(input_TGI.transpose(0, 1), weight_GOI.transpose(1, 2)).transpose(0, 1)
+
+
+def packed_groups_bytes(num_groups: int, out_features: int, in_features: int) -> int:
+    return num_groups * _native.packed_bytes(out_features, in_features)
 
 
 def multiply(input_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:

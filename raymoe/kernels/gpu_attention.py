@@ -27,11 +27,11 @@ from raymoe.kernels.gpu_attention_kernels import (
     merge_kernel,
 )
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch, kernel_constants
+from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
     GATHERED_BYTES,
     KvLayout,
-    LatentHeads,
     LatentLayout,
 )
 from raymoe.kernels.triton_support import power_of_two

@@ -29,8 +29,9 @@ from raymoe.kernels.gpu_attention_batch import (
 )
 from raymoe.kernels.gpu_attention_kernels import BLOCK_TOKENS
 from raymoe.kernels.gpu_common import MINUS_INFINITY, TRITON_TYPES, Launch
+from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.kernels.paged_kv import BLOCK_TOKENS as TOKENS_OF_BLOCK
-from raymoe.kernels.paged_kv import GATHERED_BYTES, KvLayout, LatentHeads, LatentLayout
+from raymoe.kernels.paged_kv import GATHERED_BYTES, KvLayout, LatentLayout
 from raymoe.kernels.selection import (
     IndexRows,
     chosen_blocks_of,

@@ -7,10 +7,9 @@ from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from raymoe.errors import ConfigError
-from raymoe.kernels.elementwise import FLOAT_DTYPES, triton_runs_on
+from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = KV_BLOCK_TOKENS
@@ -433,79 +432,4 @@ class CompressedLayout:
             slots[-1 - target] = slots[-1 - source]
 
 
-def multiply_heads(left_HTX: Tensor, right_HXY: Tensor, out_THY: Tensor) -> Tensor:
-    """Write one product per head to `out_THY`; on a GPU without a copy of the result."""
-    out_HTY = out_THY.transpose(0, 1)
-    if triton_runs_on(out_THY.device):
-        torch.bmm(left_HTX, right_HXY, out=out_HTY)
-    else:  # MKL multiplies all heads at once only into contiguous memory
-        out_HTY.copy_(torch.bmm(left_HTX, right_HXY))
-    return out_THY
-
-
 ALL_TOKENS = 2**62  # more than any sequence has
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentHeads:
-    """The weight that up-projects latents to keys and values, and its sizes.
-
-    Attributes:
-        weight_HXR: [H, N + V, R].
-        rope_dim: Rotated dimensions of queries and of the shared key.
-    """
-
-    weight_HXR: Tensor
-    nope_dim: int
-    rope_dim: int
-
-    @property
-    def rank(self) -> int:
-        return self.weight_HXR.shape[2]
-
-    @property
-    def query_dim(self) -> int:
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.weight_HXR.shape[1] - self.nope_dim
-
-    def absorb(self, query_THD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project queries to the space of the cached rows, [T, H, W]."""
-        num_tokens, num_heads, _ = query_THD.shape
-        if out is None:
-            out = query_THD.new_empty(num_tokens, num_heads, self.rank + self.rope_dim)
-        nope_HTN = query_THD[..., : self.nope_dim].transpose(0, 1)
-        multiply_heads(nope_HTN, self.weight_HXR[:, : self.nope_dim], out[..., : self.rank])
-        out[..., self.rank :] = query_THD[..., self.nope_dim :]
-        return out
-
-    def up_project(self, result_THR: Tensor, out: Tensor | None = None) -> Tensor:
-        """Up-project results of the absorbed form to those of the plain form, [T, H, V]."""
-        weight_HRV = self.weight_HXR[:, self.nope_dim :].transpose(1, 2)
-        result_HTR = result_THR.transpose(0, 1)
-        if out is None:
-            return torch.bmm(result_HTR, weight_HRV).transpose(0, 1)
-        return multiply_heads(result_HTR, weight_HRV, out)
-
-    def keys_and_values(self, rows_CW: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Up-project rows to keys [..., C, h, D] and values [..., C, h, V] of some heads."""
-        weight_hXR = self.weight_HXR[heads]
-        up_projected = functional.linear(rows_CW[..., : self.rank], weight_hXR.flatten(0, 1))
-        up_projected_ChX = up_projected.view(*rows_CW.shape[:-1], *weight_hXR.shape[:2])
-        nope_ChN, value_ChV = torch.split(up_projected_ChX, [self.nope_dim, self.value_dim], dim=-1)
-        rope_ChO = rows_CW[..., None, self.rank :].expand(*nope_ChN.shape[:-1], -1)
-        return torch.cat([nope_ChN, rope_ChO], dim=-1), value_ChV
-
-    @property
-    def min_plain_tokens(self) -> int:
-        """Return the number of new prompt tokens from which the plain form does fewer operations.
-
-        Up-projection costs 2 R (N + V) operations per position. It saves 2 (W + R - D - V) per pair
-        of a new token and a position it sees; in a prompt computed in one step that is half of all
-        pairs.
-        """
-        saved = 2 * self.rank + self.rope_dim - self.query_dim - self.value_dim
-        spent = 2 * self.rank * self.weight_HXR.shape[1]
-        return spent // saved + 1 if saved > 0 else ALL_TOKENS

@@ -10,13 +10,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from raymoe.kernels.cpu_attention import AttentionBatch, Chosen, softmax_with_sinks
 from raymoe.kernels.elementwise import Projected
+from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
     GATHERED_BYTES,
     VALUE_COLUMNS,
     CacheLayout,
     KvLayout,
-    LatentHeads,
     block_views,
 )
 from raymoe.kernels.selection import (

@@ -36,11 +36,11 @@ from raymoe.kernels.gpu_attention_batch import (
     RaggedBatch,
     StagedBatch,
 )
+from raymoe.kernels.latent_heads import LatentHeads, PlainLatentHeads
 from raymoe.kernels.paged_kv import (
     CacheLayout,
     IndexedLayout,
     KvLayout,
-    LatentHeads,
     LatentLayout,
 )
 from raymoe.kernels.selection import (
@@ -545,7 +545,7 @@ class LatentAttention:
             self._query = loader.linear([f"{prefix}q_b_proj"])
         self._row = loader.linear([f"{prefix}kv_a_proj_with_mqa"], has_bias=spec.has_bias)
         self._row_norm = loader.vector(f"{prefix}kv_a_layernorm.weight")
-        self._unfolding = loader.head_matrices(f"{prefix}kv_b_proj", spec.num_heads)
+        self._heads = loader.latent_heads(f"{prefix}kv_b_proj", spec)
         self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.has_bias)
         self._sinks_H = self._host_sinks_H = None
@@ -554,17 +554,6 @@ class LatentAttention:
         self._indexer: Indexer | None = None
         if spec.indexer is not None and not spec.indexer.is_shared:
             self._indexer = Indexer(spec.indexer, loader, f"{prefix}indexer.")
-
-    @property
-    def _heads(self) -> LatentHeads:
-        return self._heads_of(self._unfolding())
-
-    def _heads_of(self, weight_HXR: Tensor) -> LatentHeads:
-        return LatentHeads(
-            weight_HXR=weight_HXR,
-            nope_dim=self._spec.nope_head_dim,
-            rope_dim=self._spec.rope_head_dim,
-        )
 
     def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
         """Return rotated queries [T, A, D] and rows of the tokens [T, 1, W].
@@ -677,7 +666,7 @@ class LatentAttention:
         ).flatten(1)
 
     def _attend_all(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        heads, query_TAD = self._heads, projected.query_THD
+        heads, query_TAD = self._heads(), projected.query_THD
         out_TAV = query_TAD.new_empty(*query_TAD.shape[:2], heads.value_dim)
         num_plain = self._num_plain(batch, heads)
         for first, end, attend in (
@@ -740,7 +729,7 @@ class LatentAttention:
             projected.key_TGD[:, 0],
             staged,
             batch,
-            heads=self._heads,
+            heads=self._heads(),
             scale=self._spec.scale,
             masks_SQC=None if indexer is None else batch.chosen.positions,
             sinks_H=self._sinks_H,
@@ -748,7 +737,7 @@ class LatentAttention:
         return result_TAV.flatten(1) if out is None else out.copy_(result_TAV.flatten(1))
 
     def absorb(self, query_TAD: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._heads.absorb(query_TAD, out)
+        return self._heads().absorb(query_TAD, out)
 
     def attend_absorbed(self, absorbed: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
         return self._attend_each(absorbed, cache, batch, is_absorbed=True)
@@ -770,8 +759,8 @@ class LatentAttention:
         num_heads = self._spec.num_heads
         result_TAR = result_TX.view(-1, num_heads, self._spec.kv_lora_rank)
         if out is None:
-            return self._heads.up_project(result_TAR).flatten(1)
-        self._heads.up_project(result_TAR, out.view(len(out), num_heads, -1))
+            return self._heads().up_project(result_TAR).flatten(1)
+        self._heads().up_project(result_TAR, out.view(len(out), num_heads, -1))
         return out
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
@@ -783,7 +772,8 @@ class LatentAttention:
     def _min_plain_tokens(self) -> int:
         spec = self._spec
         shape = (spec.num_heads, spec.nope_head_dim + spec.value_head_dim, spec.kv_lora_rank)
-        return self._heads_of(torch.empty(shape, device="meta")).min_plain_tokens
+        sizes = {"nope_dim": spec.nope_head_dim, "rope_dim": spec.rope_head_dim}
+        return PlainLatentHeads(torch.empty(shape, device="meta"), **sizes).min_plain_tokens
 
     def _attend_ragged(
         self,
@@ -819,7 +809,7 @@ class LatentAttention:
                     chosen_LK = with_tail(chosen_LK, batch.positions_L, pool)
                 batch.chosen.positions = (chosen_LK,)
             staged = layout.attended_blocks(staged)
-        heads, scoring = self._heads, Scoring(scale=self._spec.scale, sinks_H=self._sinks_H)
+        heads, scoring = self._heads(), Scoring(scale=self._spec.scale, sinks_H=self._sinks_H)
         if isinstance(batch, LatentRaggedBatch):
             return append_and_attend_latent_ragged(
                 query_TAD, latent_TW, staged, batch, heads=heads, scoring=scoring, out=out
@@ -847,7 +837,7 @@ class LatentAttention:
             row_TW,
             cache,
             batch,
-            heads=self._heads,
+            heads=self._heads(),
             scale=self._spec.scale,
             sinks_H=self._host_sinks_H,
         )

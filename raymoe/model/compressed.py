@@ -191,7 +191,10 @@ class CompressedAttention(OneForm):
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         del normed_TH
-        return self._output(self._groups(attention_TX))
+        num_groups = self._spec.num_groups
+        width = attention_TX.shape[1] // num_groups
+        groups_TGI = attention_TX.view(len(attention_TX), num_groups, width)
+        return self._output(self._groups(groups_TGI).flatten(1))
 
 
 class EntryIndexer:

@@ -29,16 +29,24 @@ from raymoe.kernels.cpu_experts import (
 )
 from raymoe.kernels.cpu_linear import (
     Allocate,
-    GroupedLinear,
     Linear,
+    PackedGroups,
     PlainLinear,
     SideBySide,
     make_linear,
+    multiply_groups,
+    packed_groups_bytes,
     packed_linear_bytes,
     packed_linear_is_used,
 )
 from raymoe.kernels.elementwise import triton_runs_on, weigh_norm
 from raymoe.kernels.gpu_experts_layout import ExpertMatrices, TileTable
+from raymoe.kernels.latent_heads import (
+    LatentHeads,
+    PackedLatentHeads,
+    PlainLatentHeads,
+    packed_shapes,
+)
 from raymoe.kernels.ngrams import fill_table, table_view
 from raymoe.model.device_experts import make_device_experts
 from raymoe.specs.layer_weights import (
@@ -101,8 +109,7 @@ class NormOverRanks:
 ALIGNMENT = 64
 
 GetWeight = Callable[[str], Weight]
-HeadMatrices = Callable[[], Tensor]  # [heads, outputs of a head, inputs]
-GroupedProjection = Callable[[Tensor], Tensor]
+GroupedProjection = Callable[[Tensor], Tensor]  # [T, groups, inputs] -> [T, groups, outputs]
 
 
 class Loader:
@@ -217,36 +224,45 @@ class Loader:
     def _stored_weight(self, name: str) -> Weight:
         return self._weights(name)
 
-    def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
-        """Load one projection as a matrix per head.
-
-        It is a view of the checkpoint unless matrices are packed. A quantised one is kept decoded:
-        it is small and read twice per layer and step.
-        """
-        stored = self._weights(f"{name}.weight")
-        if packed_linear_is_used(self.dtype) or isinstance(stored, StoredMatrix):
-            outputs, inputs = stored.shape
-            memory = self._allocate(outputs * inputs * self.dtype.itemsize)
-            weight_OI = memory.view(self.dtype).view(outputs, inputs)
-            weight_OI.copy_(as_tensor(stored, self.dtype))
-        else:
-            weight_OI = self.table(f"{name}.weight")
-        weight_HXI = weight_OI.view(num_heads, -1, weight_OI.shape[1])
-        return lambda: weight_HXI
-
-    def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
-        """Load a projection that is one matrix for each group of its inputs and outputs.
+    def latent_heads(self, name: str, spec: LatentAttentionSpec) -> Callable[[], LatentHeads]:
+        """Load the projection of latents to keys and values of heads.
 
         torch multiplies bfloat16 by plain loops on cores without such products, so that matrices
         are packed for our own kernel if there is one.
         """
-        if not packed_linear_is_used(self.dtype):
-            weight_GYI = self.head_matrices(name, num_groups)()
+        weight_HXR = self._group_matrices(name, spec.num_heads)
+        nope_dim, rope_dim = spec.nope_head_dim, spec.rope_head_dim
+        heads: LatentHeads
+        if packed_linear_is_used(self.dtype):
+            heads = PackedLatentHeads(
+                weight_HXR, nope_dim=nope_dim, rope_dim=rope_dim, allocate=self._allocate
+            )
         else:
-            stored = self._weights(f"{name}.weight")
-            weight_GYI = as_tensor(stored, self.dtype).view(num_groups, -1, stored.shape[1])
-        parts = [make_linear(weight_YI, None, self._allocate) for weight_YI in weight_GYI]
-        return GroupedLinear(parts)
+            heads = PlainLatentHeads(weight_HXR, nope_dim=nope_dim, rope_dim=rope_dim)
+        return lambda: heads
+
+    def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
+        """Load a projection that is one matrix for each group of its inputs and outputs."""
+        weight_GYI = self._group_matrices(name, num_groups)
+        if packed_linear_is_used(self.dtype):
+            return PackedGroups.pack(weight_GYI, self._allocate)
+        return lambda input_TGI: multiply_groups(input_TGI, weight_GYI)
+
+    def _group_matrices(self, name: str, num_groups: int) -> Tensor:
+        """Return the matrices of groups, to be packed or kept.
+
+        Those that are kept are views of the checkpoint, or decoded ones.
+        """
+        stored = self._weights(f"{name}.weight")
+        shape = (num_groups, -1, stored.shape[1])
+        if packed_linear_is_used(self.dtype):
+            return as_tensor(stored, self.dtype).view(shape)
+        if not isinstance(stored, StoredMatrix):
+            return self.table(f"{name}.weight").view(shape)
+        outputs, inputs = stored.shape
+        memory = self._allocate(outputs * inputs * self.dtype.itemsize)
+        weight_OI = memory.view(self.dtype).view(outputs, inputs)
+        return weight_OI.copy_(as_tensor(stored, self.dtype)).view(shape)
 
     def vector(self, name: str) -> Tensor:
         """Copy a norm weight or a bias: it is small and shares its page with large weights."""
@@ -416,19 +432,25 @@ class _ArenaPlan:
             pooled = [f"{index}{part}_proj" for part in ("kv", "gate")]
             width = 2 * attention.num_sums * indexer.head_dim
             total += self._linear(pooled, width, hidden_size)
-        total += self._grouped_linear(f"{prefix}o_a_proj.weight", attention)
+        count, group_rank = attention.num_groups, attention.group_rank
+        shape = (group_rank, attention.output_width // count)
+        total += self._groups(f"{prefix}o_a_proj.weight", count, shape, packed=[shape])
         latent = attention.num_groups * attention.group_rank
         return total + self._linear([f"{prefix}o_proj"], hidden_size, latent)
 
-    def _grouped_linear(self, name: str, attention: CompressedAttentionSpec) -> int:
-        count, rank = attention.num_groups, attention.group_rank
-        inputs = attention.output_width // count
+    def _groups(
+        self,
+        name: str,
+        num_groups: int,
+        shape: tuple[int, int],
+        *,
+        packed: Sequence[tuple[int, int]],
+    ) -> int:
+        """Bytes of a matrix [O, I] for each group, of which packed ones [O, I] are made."""
         if packed_linear_is_used(self._dtype):
-            return count * _aligned(packed_linear_bytes(rank, inputs))
-        return self._head_matrices(name, count * rank, inputs)
-
-    def _head_matrices(self, name: str, outputs: int, inputs: int) -> int:
-        if packed_linear_is_used(self._dtype) or self._format(name) is not None:
+            return sum(_aligned(packed_groups_bytes(num_groups, *each)) for each in packed)
+        outputs, inputs = num_groups * shape[0], shape[1]
+        if self._format(name) is not None:
             return _aligned(outputs * inputs * self._dtype.itemsize)
         return self._matrix([name], outputs, inputs)
 
@@ -450,9 +472,13 @@ class _ArenaPlan:
             total += self._linear([f"{prefix}indexer.weights_proj"], indexer.num_heads, hidden_size)
             if indexer.pool is not None:
                 total += self._linear([f"{prefix}indexer.pool_gate"], indexer.head_dim, hidden_size)
-        up_projected = attention.num_heads * (attention.nope_head_dim + attention.value_head_dim)
-        name = f"{prefix}kv_b_proj.weight"
-        return total + self._head_matrices(name, up_projected, attention.kv_lora_rank)
+        dims = (attention.nope_head_dim, attention.value_head_dim, attention.kv_lora_rank)
+        return total + self._groups(
+            f"{prefix}kv_b_proj.weight",
+            attention.num_heads,
+            (attention.nope_head_dim + attention.value_head_dim, attention.kv_lora_rank),
+            packed=packed_shapes(*dims),
+        )
 
     def _network(self, prefix: str, dense: DenseSpec) -> int:
         hidden_size = self._spec.hidden_size
@@ -564,21 +590,19 @@ class PagedLoader(Loader):
         del weight_OI
         return PlainLinear(self._view(HEAD), None if bias is None else self.vector(bias))
 
-    def head_matrices(self, name: str, num_heads: int) -> HeadMatrices:
-        weight = self._view(f"{name}.weight")
-        shape = (num_heads, -1, weight.shape[1])
-        return lambda: as_tensor(weight, self.dtype).view(shape)
+    def latent_heads(self, name: str, spec: LatentAttentionSpec) -> Callable[[], LatentHeads]:
+        matrices = self._matrices_of_groups(name, spec.num_heads)
+        dims = {"nope_dim": spec.nope_head_dim, "rope_dim": spec.rope_head_dim}
+        return lambda: PlainLatentHeads(matrices(), **dims)
 
     def grouped_linear(self, name: str, num_groups: int) -> GroupedProjection:
-        matrices = self.head_matrices(name, num_groups)
+        matrices = self._matrices_of_groups(name, num_groups)
+        return lambda input_TGI: multiply_groups(input_TGI, matrices())
 
-        def project(input_TX: Tensor) -> Tensor:
-            weight_GYI = matrices()
-            inputs = weight_GYI.shape[2]  # there may be no token to tell it from
-            input_GTI = input_TX.view(-1, num_groups, inputs).transpose(0, 1)
-            return torch.bmm(input_GTI, weight_GYI.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-        return project
+    def _matrices_of_groups(self, name: str, num_groups: int) -> Callable[[], Tensor]:
+        weight = self._view(f"{name}.weight")
+        shape = (num_groups, -1, weight.shape[1])
+        return lambda: as_tensor(weight, self.dtype).view(shape)
 
     def experts(self, prefix: str, moe: MoeSpec) -> Experts:
         return make_device_experts(

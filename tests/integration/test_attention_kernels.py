@@ -5,7 +5,7 @@ import torch
 
 from raymoe.kernels import gpu_attention_batch as choice
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
-from raymoe.kernels.paged_kv import LatentHeads
+from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.plan.policy import DevicePolicy
 from tests.integration import test_schedules as schedules
 from tests.parity.cases import get_case

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from raymoe import _native
 from raymoe.kernels.cpu_linear import (
-    GroupedLinear,
+    PackedGroups,
     PackedLinear,
     PlainLinear,
     make_linear,
+    multiply_groups,
     packed_linear_bytes,
     packed_linear_is_used,
 )
@@ -190,12 +191,30 @@ def test_wrong_arguments_are_named() -> None:
         _native.pack_linear(random(8, 6, seed=0), allocate(385)[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_groups_are_projected_each_by_its_own_matrix(dtype: torch.dtype) -> None:
-    input_TX = torch.randn(9, 3 * 40).to(dtype)
-    weight_GYI = torch.randn(3, 37, 40).to(dtype)
-    project = GroupedLinear([make_linear(weight_YI, None, allocate) for weight_YI in weight_GYI])
-    expected_TGY = torch.einsum(
-        "tgi,gyi->tgy", input_TX.view(9, 3, 40).double(), weight_GYI.double()
-    )
-    torch.testing.assert_close(project(input_TX), expected_TGY.flatten(1).to(dtype))
+@pytest.mark.usefixtures("isa", "threads")
+@covering(num_threads=[1, 3], num_groups=[1, 5], shape=SHAPES[1:])
+def test_groups_are_projected_each_by_its_own_matrix(
+    num_threads: int, num_groups: int, shape: tuple[int, int, int]
+) -> None:
+    _native.set_num_threads(num_threads)
+    rows, inputs, outputs = shape
+    x_TGI = random(rows, num_groups, inputs + 3, seed=0)[..., :inputs]
+    weight_GOI = random(num_groups, outputs, inputs, seed=1)
+    groups = PackedGroups.pack(weight_GOI, allocate)
+    out_TGO = torch.zeros(rows, num_groups, outputs + 1, dtype=torch.bfloat16)
+    assert groups(x_TGI, out_TGO[..., :outputs]) is not None
+    got_TGO = groups(x_TGI)
+    assert torch.equal(out_TGO[..., :outputs], got_TGO)
+    assert not out_TGO[..., outputs:].any(), "wrote past its columns"
+    for group in range(num_groups):
+        alone = PackedLinear(weight_GOI[group], None, allocate)
+        assert torch.equal(got_TGO[:, group], alone(x_TGI[:, group]))
+    same_TGI = x_TGI[:, :1].expand(-1, num_groups, -1)
+    some = slice(num_groups // 2, None)
+    assert torch.equal(groups.some(some)(same_TGI[:, some]), groups(same_TGI)[:, some])
+
+
+def test_groups_by_torch_are_the_same_projection() -> None:
+    x_TGI, weight_GOI = torch.randn(9, 3, 40), torch.randn(3, 37, 40)
+    want_TGO = torch.einsum("tgi,goi->tgo", x_TGI.double(), weight_GOI.double())
+    torch.testing.assert_close(multiply_groups(x_TGI, weight_GOI), want_TGO.float())

@@ -30,7 +30,8 @@ void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed
 
 /// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
 /// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not
-/// depend on the other rows or on the number of threads.
+/// depend on the other rows or on the number of threads. Several groups, each with inputs, outputs
+/// and a bfloat16 weight of its own, have no bias; their packed weights follow one another.
 struct LinearProblem {
   const bf16* x;
   int64_t x_stride;  // elements
@@ -43,6 +44,9 @@ struct LinearProblem {
   bf16* out;
   int64_t out_stride;
   float* wide_out = nullptr;  // in place of `out`, for sums that are not rounded
+  int64_t num_groups = 1;
+  int64_t x_group_stride = 0;  // elements
+  int64_t out_group_stride = 0;
 };
 
 void packed_linear(const LinearProblem& problem);
@@ -59,5 +63,9 @@ int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size);
 /// format is given.
 void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
                       const TensorView* bias, const TensorView& out);
+
+/// x [T, G, I] -> out [T, G, O], bfloat16; packed [G * packed_bytes(O, I)].
+void packed_grouped_linear_op(const TensorView& x, const TensorView& packed,
+                              const TensorView& out);
 
 }  // namespace raymoe

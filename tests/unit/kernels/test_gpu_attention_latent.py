@@ -1,20 +1,19 @@
 """Our latent attention kernels against the exact result: in Triton's interpreter, or on a GPU."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from raymoe.kernels import gpu_attention_batch
 from raymoe.kernels.gpu_attention_batch import LatentRaggedBatch
-from raymoe.kernels.paged_kv import ALL_TOKENS, LatentHeads
+from raymoe.kernels.latent_heads import PlainLatentHeads
+from raymoe.kernels.paged_kv import ALL_TOKENS
 from raymoe.kernels.tensors import to_device
 from tests.native.attention_cases import BF16, FP16, FP32, STEPS
 from tests.native.test_cpu_latent_attention import Case
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.test_gpu_attention import compute_of
-from tests.unit.kernels.test_latent_forms import SHAPES, exact, make
+from tests.unit.kernels.test_latent_forms import SHAPES, exact, make, plain_heads
 
 pytest.importorskip("triton")
 
@@ -25,7 +24,7 @@ form = pytest.mark.parametrize("form", FORMS)
 
 
 def run(
-    case: Case, heads: LatentHeads, minimum: int, *, device: str, cache: Tensor | None = None
+    case: Case, heads: PlainLatentHeads, minimum: int, *, device: str, cache: Tensor | None = None
 ) -> Tensor:
     # They need Triton.
     from raymoe.kernels.gpu_attention import (  # noqa: PLC0415
@@ -44,14 +43,14 @@ def run(
         case.latent.to(device),
         (case.cache.clone() if cache is None else cache).to(device),
         to_device(batch, torch.device(device)),
-        heads=replace(heads, weight_HXR=heads.weight_HXR.to(device)),
+        heads=plain_heads(heads, heads.weight_HXR.to(device)),
         scoring=Scoring(
             scale=case.scale, sinks_H=None if case.sinks is None else case.sinks.to(device)
         ),
     ).cpu().view(len(case.query), -1, heads.value_dim)  # fmt: skip
 
 
-def check(case: Case, heads: LatentHeads, minimum: int, *, device: str) -> None:
+def check(case: Case, heads: PlainLatentHeads, minimum: int, *, device: str) -> None:
     got, unit = run(case, heads, minimum, device=device), UNITS[case.query.dtype]
     torch.testing.assert_close(got.double(), exact(case, heads), rtol=unit, atol=unit)
 

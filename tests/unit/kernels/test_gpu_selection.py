@@ -12,12 +12,12 @@ from raymoe.kernels.gpu_attention_batch import (
     ChoosingTokens,
     PooledBatch,
 )
+from raymoe.kernels.latent_heads import PlainLatentHeads
 from raymoe.kernels.paged_kv import (
     ALL_TOKENS,
     BLOCK_TOKENS,
     IndexedLayout,
     KvLayout,
-    LatentHeads,
 )
 from raymoe.kernels.selection import (
     IndexRows,
@@ -263,7 +263,7 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
         monkeypatch.setattr(gpu_selection, "ABSORBED_BYTES", 5000)
     case = Case((3, 24), dtypes, sequences=SEQUENCES, values=WHOLE)
     weight = torch.randn(5, 6 + 10, 16, generator=case.random)
-    heads = LatentHeads(weight_HXR=weight.to(dtypes[0]), nope_dim=6, rope_dim=8)
+    heads = PlainLatentHeads(weight.to(dtypes[0]), nope_dim=6, rope_dim=8)
     query = torch.randn(len(case.query), 5, 14, generator=case.random).to(dtypes[0])
     sequences, positions = places(case)
     blocks = case.batch.block_table.long()[sequences, positions // BLOCK_TOKENS]
@@ -278,7 +278,7 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
         latents.to(device),
         choosing(case, device, min_plain_tokens=minimum),
         chosen.to(device),
-        heads=LatentHeads(weight_HXR=heads.weight_HXR.to(device), nope_dim=6, rope_dim=8),
+        heads=PlainLatentHeads(heads.weight_HXR.to(device), nope_dim=6, rope_dim=8),
         scoring=Scoring(scale=0.3, sinks_H=sinks_H.to(device)),
     ).cpu().view(len(query), 5, 10)  # fmt: skip
     for token in range(len(query)):
@@ -287,7 +287,7 @@ def test_attention_reads_chosen_rows_or_all_that_are_seen(
             seen = chosen[late_T.tolist().index(token)].long()
         table = case.batch.block_table[sequences[token]].long()
         rows = case.latents[table[seen // BLOCK_TOKENS], seen % BLOCK_TOKENS].double()
-        wide = LatentHeads(weight_HXR=heads.weight_HXR.double(), nope_dim=6, rope_dim=8)
+        wide = PlainLatentHeads(heads.weight_HXR.double(), nope_dim=6, rope_dim=8)
         keys_ChD, values_ChV = wide.keys_and_values(rows, slice(None))
         scores_hC = 0.3 * torch.einsum("hd,chd->hc", query[token].double(), keys_ChD)
         weights_hC = torch.cat([scores_hC, sinks_H.double()[:, None]], dim=1).softmax(-1)[:, :-1]
