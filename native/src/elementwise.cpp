@@ -72,7 +72,7 @@ void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorVie
   hidden.expect_rank("rms_norm: hidden", 2);
   const int64_t rows = hidden.size(0), size = hidden.size(1);
   out.expect("rms_norm: out", hidden.dtype(), 2).expect_size("rms_norm: out", 0, rows);
-  out.expect_size("rms_norm: out", 1, size).expect_contiguous("rms_norm: out");
+  out.expect_size("rms_norm: out", 1, size);
   if (delta != nullptr) {
     delta->expect("rms_norm: delta", hidden.dtype(), 2).expect_size("rms_norm: delta", 0, rows);
     delta->expect_size("rms_norm: delta", 1, size);
@@ -82,7 +82,7 @@ void rms_norm(const TensorView& hidden, const TensorView* delta, const TensorVie
   if (size == 0) return;
   const RmsNorm args{hidden.raw(), delta != nullptr ? delta->raw() : nullptr,
                      weight != nullptr ? weight->raw() : nullptr, out.raw(), hidden.stride(0),
-                     delta != nullptr ? delta->stride(0) : 0, size, eps, weighting};
+                     delta != nullptr ? delta->stride(0) : 0, out.stride(0), size, eps, weighting};
   for_row_ranges(rows, size,
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }

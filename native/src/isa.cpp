@@ -15,6 +15,7 @@
 #include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
 #include "raymoe/state.h"
+#include "raymoe/streams.h"
 
 namespace raymoe {
 namespace {
@@ -111,6 +112,7 @@ RAYMOE_CHOOSE_KERNELS(AttentionKernelOf, attention_kernel)
 RAYMOE_CHOOSE_KERNELS(LatentKernelOf, latent_kernel)
 RAYMOE_CHOOSE_KERNELS(GemmKernels, gemm_kernels)
 RAYMOE_CHOOSE_KERNELS(CodeKernels, code_kernels)
+RAYMOE_CHOOSE_KERNELS(StreamKernels, stream_kernels)
 RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
 RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)
 RAYMOE_CHOOSE_KERNELS(ProbeKernels, probe_kernels)

@@ -21,6 +21,7 @@
 #include "raymoe/row_experts.h"
 #include "raymoe/sampling.h"
 #include "raymoe/state.h"
+#include "raymoe/streams.h"
 #include "raymoe/worker_pool.h"
 #include "tensor_caster.h"
 
@@ -96,6 +97,27 @@ void bind_elementwise(py::module_& m) {
         py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
   m.def("add_gated", &add_gated, py::arg("out"), py::arg("shared"), py::arg("gate"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
+}
+
+void bind_streams(py::module_& m) {
+  using Guard = py::call_guard<py::gil_scoped_release>;
+  constexpr const char* kSee = "See kernels/streams.py.";
+  m.attr("MAX_STREAMS") = kMaxStreams;
+  m.def("stream_logits", &stream_logits, py::arg("hidden"), py::arg("logits"), py::arg("scale"),
+        py::arg("base"), py::arg("eps"), Guard(), kSee);
+  m.def("read_streams", &read_streams, py::arg("hidden"), py::arg("logits"), py::arg("eps"),
+        py::arg("out"), Guard(), kSee);
+  m.def("read_gated_streams", &read_gated_streams, py::arg("normed"), py::arg("gates"),
+        py::arg("out"), Guard(), kSee);
+  m.def("mixing_matrices", &mixing_matrices, py::arg("logits"), py::arg("iterations"),
+        py::arg("eps"), py::arg("out"), Guard(), kSee);
+  m.def("add_to_streams",
+        [](const TensorView& hidden, const TensorView& delta, const TensorView& logits,
+           const std::optional<TensorView>& matrices, float magnitude, float eps) {
+          add_to_streams(hidden, delta, logits, pointer_to(matrices), magnitude, eps);
+        },
+        py::arg("hidden"), py::arg("delta"), py::arg("logits"), py::arg("matrices"),
+        py::arg("magnitude"), py::arg("eps"), Guard(), kSee);
 }
 
 void bind_gemm(py::module_& m) {
@@ -504,6 +526,7 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_device(m);
   raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
+  raymoe::bind_streams(m);
   raymoe::bind_codes(m);
   raymoe::bind_gemm(m);
   raymoe::bind_attention(m);

@@ -377,5 +377,23 @@ inline F32 exp_of(F32 x) {
   return where_nan(x, x, where_less(x, lowest, splat(0.0f), mul(p, scale)));
 }
 
+/// 1 / sqrt(mean of squares + eps) of one row; 4 partial sums per lane, float32.
+template <typename T>
+inline float inverse_rms(const T* row, int64_t size, float eps) {
+  F32 sum[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    for (int k = 0; k < 4; ++k) {
+      const F32 x = load(row + i + k * kLanes, Whole{});
+      sum[k] = add(sum[k], mul(x, x));
+    }
+  for_lanes(size - i, [&](int64_t offset, auto part) {
+    const F32 x = load(row + i + offset, part);
+    sum[0] = add(sum[0], mul(x, x));
+  });
+  const float total = sum_of(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+  return 1.0f / __builtin_sqrtf(total / static_cast<float>(size) + eps);
+}
+
 }  // namespace
 }  // namespace raymoe

@@ -74,7 +74,7 @@ def _norm(  # noqa: PLR0917 - in the order of the kernels
     out: Tensor | None,
 ) -> Tensor:
     rows = [x for x in (hidden_TH, delta_TH, out) if x is not None]
-    if all(_norm_is_native(x, weight_H) for x in rows) and (out is None or out.is_contiguous()):
+    if all(native_reads(x, weight_H) for x in rows):
         out = torch.empty(hidden_TH.shape, dtype=hidden_TH.dtype) if out is None else out
         _native.rms_norm(hidden_TH, delta_TH, weight_H, eps, offset, out)
         return out
@@ -90,8 +90,9 @@ def _norm(  # noqa: PLR0917 - in the order of the kernels
     return normed_TH if out is None else out.copy_(normed_TH)
 
 
-def _norm_is_native(hidden_TH: Tensor, weight_H: Tensor | None) -> bool:
-    return hidden_TH.is_cpu and _has_rows(hidden_TH, (weight_H,))
+def native_reads(rows: Tensor, *weights: Tensor | None) -> bool:
+    """Whether native kernels read these rows, with weights of the same type."""
+    return rows.is_cpu and _has_rows(rows, weights)
 
 
 def _has_rows(x: Tensor, weights: Sequence[Tensor | None] = ()) -> bool:

@@ -1,8 +1,8 @@
 """Hidden states of several streams: what a block reads of them, and how its result is added.
 
 T tokens, S streams, H hidden size, X = S H columns of all streams side by side, F factors of a
-token. On a GPU each function is one launch of `gpu_streams`; all other tensors are computed by
-torch: the references.
+token. On a GPU each function is one launch of `gpu_streams`, on cores a native kernel; torch
+computes all other tensors: the references.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe import _native
 from raymoe.kernels.cpu_linear import Linear
-from raymoe.kernels.elementwise import triton_runs_on
+from raymoe.kernels.elementwise import native_reads, triton_runs_on
 from raymoe.specs.layers import StreamsSpec
 
 _ROWS_AT_ONCE = 64  # of float32 copies, which stay in the caches of cores
@@ -52,13 +53,17 @@ def stream_logits(
 
         gpu_streams.stream_logits(hidden_TX, matrix, weights, logits_TF, spec.norm_eps).run()
         return logits_TF
-    if not isinstance(matrix, Tensor):
+    if isinstance(matrix, Tensor):
+        for rows in row_pieces(len(hidden_TX)):
+            logits_TF[rows] = functional.linear(hidden_TX[rows].float(), matrix.float())
+    else:
         matrix(hidden_TX, logits_TF)
+    if native_reads(hidden_TX):
+        scale_F, base_F = weights.scale_F, weights.base_F
+        _native.stream_logits(hidden_TX, logits_TF, scale_F, base_F, spec.norm_eps)
+        return logits_TF
     for rows in row_pieces(len(hidden_TX)):
-        wide_TX = hidden_TX[rows].float()
-        if isinstance(matrix, Tensor):
-            logits_TF[rows] = functional.linear(wide_TX, matrix.float())
-        mean_T1 = wide_TX.square().mean(-1, keepdim=True)
+        mean_T1 = hidden_TX[rows].float().square().mean(-1, keepdim=True)
         logits_TF[rows] *= torch.rsqrt(mean_T1 + spec.norm_eps)
     return logits_TF.mul_(weights.scale_F).add_(weights.base_F)
 
@@ -71,7 +76,11 @@ def read_streams(hidden_TX: Tensor, logits_TF: Tensor, spec: StreamsSpec) -> Ten
 
         gpu_streams.read_streams(hidden_TX, logits_TF, out_TH, spec).run()
         return out_TH
-    pre_TS1 = (logits_TF[:, : spec.count].sigmoid() + spec.eps)[..., None]
+    pre_TS = logits_TF[:, : spec.count]
+    if native_mixes(hidden_TX, spec.count):
+        _native.read_streams(hidden_TX, pre_TS, spec.eps, out_TH)
+        return out_TH
+    pre_TS1 = (pre_TS.sigmoid() + spec.eps)[..., None]
     for rows in row_pieces(len(hidden_TX)):
         streams_TSH = _streams(hidden_TX[rows], spec.count)
         out_TH[rows] = (pre_TS1[rows] * streams_TSH.float()).sum(1).to(out_TH.dtype)
@@ -92,7 +101,12 @@ def add_to_streams_(
         gpu_streams.add_to_streams(hidden_TX, delta_TH, logits_TF, spec).run()
         return
     count, dtype = spec.count, hidden_TX.dtype
-    post_TS1 = (spec.magnitude * logits_TF[:, count : 2 * count].sigmoid())[..., None]
+    post_TS = logits_TF[:, count : 2 * count]
+    if native_mixes(hidden_TX, count) and native_reads(delta_TH):
+        matrix_TSS = mixing_matrix(logits_TF, spec) if spec.is_mixed else None
+        _native.add_to_streams(hidden_TX, delta_TH, post_TS, matrix_TSS, spec.magnitude, spec.eps)
+        return
+    post_TS1 = (spec.magnitude * post_TS.sigmoid())[..., None]
     if not spec.is_mixed:
         for rows in row_pieces(len(hidden_TX)):
             streams_TSH = _streams(hidden_TX[rows], count).float()
@@ -112,6 +126,11 @@ def mixing_matrix(logits_TF: Tensor, spec: StreamsSpec) -> Tensor:
     """Return [T, S, S] float32: how much of stream j (first S) becomes part of stream k."""
     assert spec.sinkhorn_iterations is not None, "there is a matrix"
     count, eps = spec.count, spec.eps
+    if native_mixes(logits_TF, count):
+        out_TSS = logits_TF.new_empty(len(logits_TF), count, count)
+        logits_TX = logits_TF[:, 2 * count :]
+        _native.mixing_matrices(logits_TX, spec.sinkhorn_iterations, eps, out_TSS)
+        return out_TSS
     logits_SST = logits_TF[:, 2 * count :].T.contiguous().view(count, count, -1)
     matrix_SST = logits_SST.softmax(1) + eps
     matrix_SST /= matrix_SST.sum(0, keepdim=True) + eps
@@ -119,6 +138,11 @@ def mixing_matrix(logits_TF: Tensor, spec: StreamsSpec) -> Tensor:
         matrix_SST /= matrix_SST.sum(1, keepdim=True) + eps
         matrix_SST /= matrix_SST.sum(0, keepdim=True) + eps
     return matrix_SST.permute(2, 0, 1)
+
+
+def native_mixes(rows: Tensor, count: int) -> bool:
+    """Whether the native kernels mix so many streams of these rows."""
+    return count <= _native.MAX_STREAMS and native_reads(rows)
 
 
 def _streams(hidden_TX: Tensor, count: int) -> Tensor:

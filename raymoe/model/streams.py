@@ -78,7 +78,7 @@ def load_merge(spec: AnyStreamsSpec | None, loader: Loader) -> MixerWeights | Ga
         return GatedMixer(spec, loader, MERGE, is_last=True)
     if spec is None or spec.merge == "mean":
         return None
-    scale_F = loader.score_vector(f"{MERGE}.scale").expand(spec.count)
+    scale_F = loader.score_vector(f"{MERGE}.scale").repeat(spec.count)
     return MixerWeights(
         loader.table(f"{MERGE}.weight"), scale_F, loader.score_vector(f"{MERGE}.base")
     )

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raymoe.engine import rank_model
-from raymoe.kernels import elementwise, gpu_attention_batch, paged_kv
+from raymoe.kernels import elementwise, gpu_attention_batch, latent_heads
 from raymoe.kernels.gpu_attention_batch import AttentionCompute
 from raymoe.model import device_experts, feed_forward, loading
 from raymoe.plan.policy import DevicePolicy
@@ -90,9 +90,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     monkeypatch.setattr(Launch, "run", counted_run)
     monkeypatch.setattr(rank_model, "_prepare", prepare)
     monkeypatch.setattr(StreamedMemory, "bindings", property(bind_and_count))
-    for module in (elementwise, feed_forward, loading, paged_kv):
+    for module in (elementwise, feed_forward, loading, latent_heads):
         monkeypatch.setattr(module, "triton_runs_on", lambda _: hasattr(current, "calls"))
-    for name in ("_norm_is_native", "_rope_is_native", "_router_is_native"):
+    for name in ("native_reads", "_rope_is_native", "_router_is_native"):
         is_native = getattr(elementwise, name)
         monkeypatch.setattr(
             elementwise,

@@ -23,8 +23,8 @@ struct RmsNorm {
   void* hidden;       // [T, size]; hidden += delta first, rounded to the storage type, if delta
   const void* delta;  // [T, size] or null
   const void* weight; // [size] or null
-  void* out;          // [T, size], contiguous
-  int64_t hidden_stride, delta_stride, size;
+  void* out;          // [T, size]
+  int64_t hidden_stride, delta_stride, out_stride, size;
   float eps;
   NormWeighting weighting;
 };

@@ -1,5 +1,6 @@
 """Hidden states of several streams against plain formulas: by torch, and in Triton."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe.kernels import streams
+from raymoe import _native
+from raymoe.kernels import gated_streams, streams
 from raymoe.kernels.cpu_linear import make_linear
 from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.kernels.streams import (
@@ -92,10 +94,33 @@ SPECS = {
 }
 
 
+HOST = ["torch", *_native.supported_isas()]
+
+
+@pytest.fixture
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What computes on the host: torch, or the native kernels of an instruction set."""
+    before = _native.active_isa()
+    if request.param == "torch":
+        monkeypatch.setattr(streams, "native_reads", lambda *_: False)
+        monkeypatch.setattr(gated_streams, "native_reads", lambda *_: False)
+        monkeypatch.setattr(gated_streams, "native_mixes", lambda *_: False)
+    else:
+        _native.set_isa(request.param)
+    yield request.param
+    _native.set_isa(before)
+
+
+@pytest.mark.parametrize("by", HOST, indirect=True)
 @covering(spec=SPECS, dtype=FLOAT_DTYPES)
-def test_torch_computes_the_formulas(spec: StreamsSpec, dtype: torch.dtype) -> None:
+def test_cores_compute_the_formulas(spec: StreamsSpec, dtype: torch.dtype, by: str) -> None:
+    del by
     for hidden, tokens in ((24, 3), (40, 150), (8, 0)):
         check(spec, hidden, tokens, dtype, "cpu")
+
+
+def test_cores_mix_more_streams_than_the_kernels_do() -> None:
+    check(replace(SPEC, count=9, sinkhorn_iterations=3), 16, 5, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,15 +134,17 @@ def test_kernels_compute_the_formulas(
         check(spec, hidden, tokens, dtype, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["native", *DEVICES])
 def test_kernels_read_and_change_strided_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    is_native, device = device == "native", "cpu" if device == "native" else device
     hidden_TX, weights, delta_TH = draw(SPEC, 24, 5, torch.float32, device)
     wide, deltas = (torch.zeros(5, 101, device=device) for _ in range(2))
     wide[:, 3:99], deltas[:, 1:25] = hidden_TX, delta_TH
     want_TX = hidden_TX.clone()
     add_to_streams_(want_TX, delta_TH, stream_logits(want_TX, weights, SPEC), SPEC)
-    monkeypatch.setattr(streams, "triton_runs_on", lambda _device: True)
+    if not is_native:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(streams, "triton_runs_on", lambda _device: True)
     part_TX = wide[:, 3:99]
     add_to_streams_(part_TX, deltas[:, 1:25], stream_logits(part_TX, weights, SPEC), SPEC)
     torch.testing.assert_close(part_TX, want_TX)
@@ -125,16 +152,16 @@ def test_kernels_read_and_change_strided_rows(device: str, monkeypatch: pytest.M
     assert not wide[:, 99:].any()
 
 
-@pytest.mark.parametrize("device", ["torch", *DEVICES])
+@pytest.mark.parametrize("device", ["native", *DEVICES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_without_a_matrix_only_the_sum_is_rounded(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace(SPEC, sinkhorn_iterations=None)
-    if device != "torch":
+    if device != "native":
         pytest.importorskip("triton")
         monkeypatch.setattr(streams, "triton_runs_on", lambda _device: True)
-    hidden_TX, weights, delta_TH = draw(spec, 24, 9, dtype, "cpu" if device == "torch" else device)
+    hidden_TX, weights, delta_TH = draw(spec, 24, 9, dtype, "cpu" if device == "native" else device)
     logits_TF = stream_logits(hidden_TX, weights, spec)
     post_TS = 2 * logits_TF[:, 4:].double().sigmoid() + spec.eps
     exact_TSH = post_TS[..., None] * delta_TH.double()[:, None] + hidden_TX.double().view(9, 4, 24)
