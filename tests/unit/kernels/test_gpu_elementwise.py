@@ -40,7 +40,7 @@ def _kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory takes the way of the device too: the interpreter works on it."""
     for module in (elementwise, feed_forward):
         monkeypatch.setattr(module, "triton_runs_on", lambda _device: True)
-    for name in ("_norm_is_native", "_rope_is_native"):
+    for name in ("native_reads", "_rope_is_native"):
         monkeypatch.setattr(elementwise, name, lambda *_: False)
 
 
