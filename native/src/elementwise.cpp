@@ -1,6 +1,7 @@
 // Norm, rotation and routing: checks, and rows shared among the workers.
 #include "raymoe/elementwise.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -31,13 +32,13 @@ void check_tables(const QkvRopeViews& views, int64_t head_dim) {
                                 ", the kernel takes up to " + std::to_string(kMaxHeadDim));
 }
 
-void check_positions(const QkvRopeViews& views) {
-  const int32_t* positions = views.positions.data<int32_t>();
-  for (int64_t row = 0; row < views.positions.size(0); ++row)
-    if (positions[row] < 0 || positions[row] >= views.cosine.size(0))
-      throw std::invalid_argument("qkv_rope: positions[" + std::to_string(row) + "] is " +
+void check_positions(const std::string& operation, const TensorView& view, int64_t num_positions) {
+  const int32_t* positions = view.data<int32_t>();
+  for (int64_t row = 0; row < view.size(0); ++row)
+    if (positions[row] < 0 || positions[row] >= num_positions)
+      throw std::invalid_argument(operation + ": positions[" + std::to_string(row) + "] is " +
                                   std::to_string(positions[row]) + ", the tables have " +
-                                  std::to_string(views.cosine.size(0)) + " rows");
+                                  std::to_string(num_positions) + " rows");
 }
 
 /// Whether the norm spans all heads; both weights must agree on it.
@@ -56,7 +57,7 @@ bool check_shapes(const QkvRopeViews& views, bool values_are_keys) {
   views.positions.expect("qkv_rope: positions", DType::kInt32, 1)
       .expect_size("qkv_rope: positions", 0, qkv.size(0));
   check_tables(views, dim);
-  check_positions(views);
+  check_positions("qkv_rope", views.positions, views.cosine.size(0));
   const bool spans = (views.query_norm && views.query_norm->num_elements() != dim) ||
                      (views.key_norm && views.key_norm->num_elements() != dim);
   check_norm("qkv_rope: q_norm", views.query_norm, qkv, spans ? heads * dim : dim);
@@ -117,6 +118,44 @@ void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options) {
   args.eps = options.eps;
   args.clip = options.clip;
   for_row_ranges(views.qkv.size(0), views.qkv.size(1),
+                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void rotate_ends(const TensorView& rows, const TensorView& positions, const TensorView& cosine,
+                 const TensorView& sine, bool backwards, const TensorView& out) {
+  const auto kernel = elementwise_kernels().rotate_ends.of(rows.dtype(), "rotate_ends: rows");
+  rows.expect_rank("rotate_ends: rows", 3);
+  out.expect("rotate_ends: out", rows.dtype(), 3);
+  for (int64_t axis = 0; axis < 3; ++axis)
+    out.expect_size("rotate_ends: out", axis, rows.size(axis));
+  positions.expect("rotate_ends: positions", DType::kInt32, 1)
+      .expect_size("rotate_ends: positions", 0, rows.size(0));
+  cosine.expect("rotate_ends: cos", DType::kFloat32, 2);
+  sine.expect("rotate_ends: sin", DType::kFloat32, 2)
+      .expect_size("rotate_ends: sin", 0, cosine.size(0))
+      .expect_size("rotate_ends: sin", 1, cosine.size(1));
+  const int64_t half_dims = cosine.size(1);
+  if (sine.stride(0) != cosine.stride(0) || 2 * half_dims > std::min(rows.size(2), kMaxHeadDim))
+    throw std::invalid_argument("rotate_ends: cos covers " + std::to_string(2 * half_dims) +
+                                " dimensions of rows of " + std::to_string(rows.size(2)) +
+                                ", at most " + std::to_string(kMaxHeadDim) +
+                                ", and sin has its strides");
+  check_positions("rotate_ends", positions, cosine.size(0));
+  const RotateEnds args{rows.raw(),
+                        positions.data<int32_t>(),
+                        cosine.data<float>(),
+                        sine.data<float>(),
+                        out.raw(),
+                        rows.stride(0),
+                        rows.stride(1),
+                        out.stride(0),
+                        out.stride(1),
+                        cosine.stride(0),
+                        rows.size(1),
+                        rows.size(2),
+                        half_dims,
+                        backwards};
+  for_row_ranges(rows.size(0), rows.size(1) * (rows.size(2) + 8 * half_dims),
                  [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 

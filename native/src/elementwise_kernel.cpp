@@ -178,6 +178,40 @@ void qkv_rope_rows(const QkvRope& args, int64_t begin, int64_t end) {
   }
 }
 
+/// x = [2 * half_dims] floats whose neighbours are pairs.
+inline void rotate_pairs(float* x, const float* cosine, const float* sine, int64_t half_dims,
+                         float sign) {
+  for (int64_t i = 0; i < half_dims; ++i) {
+    const float first = x[2 * i], second = x[2 * i + 1], s = sign * sine[i];
+    x[2 * i] = first * cosine[i] - second * s;
+    x[2 * i + 1] = second * cosine[i] + first * s;
+  }
+}
+
+template <typename T>
+void rotate_ends_rows(const RotateEnds& args, int64_t begin, int64_t end) {
+  float pairs[kMaxHeadDim];
+  const int64_t rotated = 2 * args.half_dims, kept = args.size - rotated;
+  const float sign = args.backwards ? -1.0f : 1.0f;
+  for (int64_t token = begin; token < end; ++token) {
+    const float* cosine = args.cosine + args.positions[token] * args.table_stride;
+    const float* sine = args.sine + args.positions[token] * args.table_stride;
+    for (int64_t n = 0; n < args.num_rows; ++n) {
+      const T* row = static_cast<const T*>(args.rows) + token * args.token_stride +
+                     n * args.row_stride;
+      T* out = static_cast<T*>(args.out) + token * args.out_token_stride + n * args.out_row_stride;
+      if (out != row) std::memcpy(out, row, static_cast<size_t>(kept) * sizeof(T));
+      for_lanes(rotated, [&](int64_t i, auto part) {
+        store(pairs + i, load(row + kept + i, part), part);
+      });
+      rotate_pairs(pairs, cosine, sine, args.half_dims, sign);
+      for_lanes(rotated, [&](int64_t i, auto part) {
+        store(out + kept + i, load(pairs + i, part), part);
+      });
+    }
+  }
+}
+
 constexpr int32_t kTaken = INT32_MIN;  // below the key of every float, NaN and -inf included
 
 /// Integers in the order of the floats; both zeros are equal, every NaN is the largest.
@@ -262,6 +296,7 @@ void gated_add_rows(const GatedAdd& args, int64_t begin, int64_t end) {
 
 RAYMOE_DEFINE_KERNELS(ElementwiseKernels, elementwise_kernels) = {
     RAYMOE_FLOAT_KERNELS(rms_norm_rows), RAYMOE_FLOAT_KERNELS(qkv_rope_rows),
+    RAYMOE_FLOAT_KERNELS(rotate_ends_rows),
     RAYMOE_FLOAT_KERNELS(route_rows), RAYMOE_FLOAT_KERNELS(gated_add_rows)};
 
 }  // namespace raymoe

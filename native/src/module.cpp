@@ -93,6 +93,9 @@ void bind_elementwise(py::module_& m) {
         py::arg("value"), py::arg("eps"), py::arg("clip"), py::arg("norm_follows"),
         py::arg("interleaved"), py::arg("norms_values"), py::arg("values_are_keys"),
         py::arg("offset"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_rope.py.");
+  m.def("rotate_ends", &rotate_ends, py::arg("rows"), py::arg("positions"), py::arg("cosine"),
+        py::arg("sine"), py::arg("backwards"), py::arg("out"),
+        py::call_guard<py::gil_scoped_release>(), "See kernels/compressed.py.");
   m.def("route", &route, py::arg("logits"), py::arg("renormalize"), py::arg("ids"),
         py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
   m.def("add_gated", &add_gated, py::arg("out"), py::arg("shared"), py::arg("gate"),

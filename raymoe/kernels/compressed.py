@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from raymoe import _native
 from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.elementwise import rms_norm_reference
+from raymoe.kernels.elementwise import native_reads, rms_norm_reference
 from raymoe.kernels.gpu_attention_batch import (
     AttentionCompute,
     ChoosingTokens,
@@ -266,6 +267,16 @@ def rotate_ends(
 
     Computed in float32 and rounded once.
     """
+    if native_reads(rows_TNW[:, 0]):
+        out_TNW = rows_TNW.new_empty(rows_TNW.shape)
+        _native.rotate_ends(rows_TNW, position_T.int(), *tables, backwards, out_TNW)
+        return out_TNW
+    return rotate_ends_reference(rows_TNW, position_T, tables, backwards=backwards)
+
+
+def rotate_ends_reference(
+    rows_TNW: Tensor, position_T: Tensor, tables: tuple[Tensor, Tensor], *, backwards: bool = False
+) -> Tensor:
     cos_T1R, sin_T1R = (table_PR[position_T.long(), None].float() for table_PR in tables)
     if backwards:
         sin_T1R = -sin_T1R

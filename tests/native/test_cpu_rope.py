@@ -12,6 +12,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from raymoe.errors import ConfigError
+from raymoe.kernels.compressed import rotate_ends, rotate_ends_reference
 from raymoe.kernels.elementwise import (
     FLOAT_DTYPES,
     Projected,
@@ -261,3 +262,19 @@ def test_wrong_widths_are_refused() -> None:
         qkv_rope(
             torch.ones(2, 25), positions(2), *tables(4), num_heads=1, num_kv_heads=1, head_dim=8
         )
+
+
+@covering(dtype=FLOAT_DTYPES, half=[0, 4, 20], backwards=[False, True])
+def test_ends_of_rows_are_rotated_in_pairs(dtype: torch.dtype, half: int, backwards: bool) -> None:
+    rows_TNW = random(37, 5, 3 + 43, dtype=dtype)[..., 3:]
+    rotated_TNW = rotate_ends(rows_TNW, positions(37), tables(half), backwards=backwards)
+    want_TNW = rotate_ends_reference(rows_TNW, positions(37), tables(half), backwards=backwards)
+    assert torch.equal(rotated_TNW, want_TNW)
+    empty_TNW = rows_TNW[:0]
+    assert rotate_ends(empty_TNW, positions(0), tables(half)).shape == empty_TNW.shape
+
+
+def test_positions_that_the_tables_lack_are_not_rotated() -> None:
+    rows_TNW = random(2, 1, 8, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"positions\[1\] is 50, the tables have 50 rows"):
+        rotate_ends(rows_TNW, torch.tensor([0, 50], dtype=torch.int32), tables(4))

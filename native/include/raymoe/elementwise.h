@@ -74,6 +74,22 @@ struct QkvRopeOptions {
 /// Checks (positions against the tables too), splits the tokens over the worker pool.
 void qkv_rope(const QkvRopeViews& views, const QkvRopeOptions& options);
 
+/// The last 2 * half_dims dimensions of rows, in pairs of neighbours, rotated by the position of
+/// their token, or back; the others are copied. Computed in float32, rounded once. out may be rows.
+struct RotateEnds {
+  const void* rows;          // [T, N, size]
+  const int32_t* positions;  // [T]
+  const float *cosine, *sine;  // [P, half_dims], row stride table_stride
+  void* out;                 // [T, N, size]
+  int64_t token_stride, row_stride, out_token_stride, out_row_stride, table_stride;
+  int64_t num_rows, size, half_dims;
+  bool backwards;
+};
+
+/// Checks (positions against the tables too), splits the tokens over the worker pool.
+void rotate_ends(const TensorView& rows, const TensorView& positions, const TensorView& cosine,
+                 const TensorView& sine, bool backwards, const TensorView& out);
+
 constexpr int64_t kMaxExperts = 1024;
 
 /// Softmax over all experts in float32; the top_k largest, descending, ties to the lower index,
@@ -102,6 +118,7 @@ void add_gated(const TensorView& out, const TensorView& shared, const TensorView
 struct ElementwiseKernels {
   FloatKernels<RmsNorm> rms_norm;
   FloatKernels<QkvRope> qkv_rope;
+  FloatKernels<RotateEnds> rotate_ends;
   FloatKernels<Route> route;
   FloatKernels<GatedAdd> gated_add;
 };

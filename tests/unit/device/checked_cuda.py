@@ -70,6 +70,7 @@ WRITTEN = {
     "read_gated_streams": ("out",),
     "read_streams": ("out",),
     "rms_norm": ("hidden", "out"),
+    "rotate_ends": ("out",),
     "route": ("ids", "weights"),
     "scan": ("states", "out"),
     "stream_logits": ("logits",),

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from raymoe.device.cuda import CudaDevice
 from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import load, rank_model
-from raymoe.kernels import elementwise, gated_streams, streams
+from raymoe.kernels import compressed, elementwise, gated_streams, streams
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
 
 HOST_WAITS = (
@@ -178,7 +178,9 @@ def _garbage_like(shape: Tensor) -> Tensor:
 
 def leave_streams_alone(patch: pytest.MonkeyPatch, devices: list[DeferredCuda]) -> None:
     """Keep kernels of the host from the tensors of these devices' streams, as on a GPU."""
-    places = [(module, "native_reads") for module in (elementwise, streams, gated_streams)]
+    places = [
+        (module, "native_reads") for module in (elementwise, streams, gated_streams, compressed)
+    ]
     places += [(elementwise, "_rope_is_native"), (elementwise, "_router_is_native")]
     for module, name in places:
         is_native = getattr(module, name)
