@@ -58,6 +58,22 @@ def rotate_ends(
     rows: Tensor, positions: Tensor, cosine: Tensor, sine: Tensor, backwards: bool, out: Tensor
 ) -> None: ...
 
+MAX_GROUP_WIDTH: int
+
+def gate_values(values: Tensor, gates: Tensor, activation: str, out: Tensor) -> None: ...
+def norm_and_gate(
+    values: Tensor,
+    weight: Tensor,
+    gates: Tensor,
+    eps: float,
+    rounds_norm: bool,
+    activation: str,
+    out: Tensor,
+) -> None: ...
+def gate_and_norm(
+    values: Tensor, weight: Tensor, gates: Tensor, num_groups: int, eps: float, out: Tensor
+) -> None: ...
+
 MAX_STREAMS: int
 
 def stream_logits(

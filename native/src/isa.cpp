@@ -9,6 +9,7 @@
 #include "raymoe/attention.h"
 #include "raymoe/compressed_attention.h"
 #include "raymoe/elementwise.h"
+#include "raymoe/gates.h"
 #include "raymoe/index_selection.h"
 #include "raymoe/latent_attention.h"
 #include "raymoe/probe.h"
@@ -112,6 +113,7 @@ RAYMOE_CHOOSE_KERNELS(AttentionKernelOf, attention_kernel)
 RAYMOE_CHOOSE_KERNELS(LatentKernelOf, latent_kernel)
 RAYMOE_CHOOSE_KERNELS(GemmKernels, gemm_kernels)
 RAYMOE_CHOOSE_KERNELS(CodeKernels, code_kernels)
+RAYMOE_CHOOSE_KERNELS(GateKernels, gate_kernels)
 RAYMOE_CHOOSE_KERNELS(StreamKernels, stream_kernels)
 RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
 RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)

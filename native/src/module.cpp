@@ -10,6 +10,7 @@
 #include "raymoe/attention.h"
 #include "raymoe/codes.h"
 #include "raymoe/elementwise.h"
+#include "raymoe/gates.h"
 #include "raymoe/experts.h"
 #include "raymoe/isa.h"
 #include "raymoe/index_selection.h"
@@ -100,6 +101,33 @@ void bind_elementwise(py::module_& m) {
         py::arg("weights"), py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
   m.def("add_gated", &add_gated, py::arg("out"), py::arg("shared"), py::arg("gate"),
         py::call_guard<py::gil_scoped_release>(), "See kernels/cpu_router.py.");
+}
+
+GateActivation gate_activation(const std::string& name) {
+  if (name == "sigmoid") return GateActivation::kSigmoid;
+  if (name == "silu") return GateActivation::kSilu;
+  throw std::invalid_argument("activation of a gate is '" + name + "', expected sigmoid or silu");
+}
+
+void bind_gates(py::module_& m) {
+  using Guard = py::call_guard<py::gil_scoped_release>;
+  constexpr const char* kSee = "See kernels/gates.py.";
+  m.attr("MAX_GROUP_WIDTH") = kMaxGroupWidth;
+  m.def("gate_values",
+        [](const TensorView& values, const TensorView& gates, const std::string& activation,
+           const TensorView& out) {
+          gate_values(values, gates, gate_activation(activation), out);
+        },
+        py::arg("values"), py::arg("gates"), py::arg("activation"), py::arg("out"), Guard(), kSee);
+  m.def("norm_and_gate",
+        [](const TensorView& values, const TensorView& weight, const TensorView& gates, float eps,
+           bool rounds_norm, const std::string& activation, const TensorView& out) {
+          norm_and_gate(values, weight, gates, eps, rounds_norm, gate_activation(activation), out);
+        },
+        py::arg("values"), py::arg("weight"), py::arg("gates"), py::arg("eps"),
+        py::arg("rounds_norm"), py::arg("activation"), py::arg("out"), Guard(), kSee);
+  m.def("gate_and_norm", &gate_and_norm, py::arg("values"), py::arg("weight"), py::arg("gates"),
+        py::arg("num_groups"), py::arg("eps"), py::arg("out"), Guard(), kSee);
 }
 
 void bind_streams(py::module_& m) {
@@ -529,6 +557,7 @@ PYBIND11_MODULE(_raymoe_native, m) {
   raymoe::bind_device(m);
   raymoe::bind_sampling(m);
   raymoe::bind_elementwise(m);
+  raymoe::bind_gates(m);
   raymoe::bind_streams(m);
   raymoe::bind_codes(m);
   raymoe::bind_gemm(m);

@@ -5,15 +5,10 @@
 namespace raymoe {
 namespace {
 
-inline F32 sigmoid(F32 x) {
-  const F32 one = splat(1.0f);
-  return div(one, add(one, exp_of(sub(splat(0.0f), x))));
-}
-
 /// magnitude * sigmoid(logits) of one token.
 inline void factors_of(const float* logits, int64_t count, float magnitude, float* factors) {
   for_lanes(count, [&](int64_t i, auto part) {
-    store(factors + i, mul(splat(magnitude), sigmoid(load(logits + i, part))), part);
+    store(factors + i, mul(splat(magnitude), sigmoid_of(load(logits + i, part))), part);
   });
 }
 
@@ -59,7 +54,7 @@ void read_gated_rows(const GatedStreamRead& args, int64_t begin, int64_t end) {
       F32 sum = splat(0.0f);
       for (int64_t s = 0; s < args.count; ++s) {
         const int64_t place = s * args.size + i;
-        sum = add(sum, mul(sigmoid(load(gates + place, part)), load(normed + place, part)));
+        sum = add(sum, mul(sigmoid_of(load(gates + place, part)), load(normed + place, part)));
       }
       store(out + i, div(sum, count), part);
     });

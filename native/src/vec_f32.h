@@ -377,6 +377,11 @@ inline F32 exp_of(F32 x) {
   return where_nan(x, x, where_less(x, lowest, splat(0.0f), mul(p, scale)));
 }
 
+inline F32 sigmoid_of(F32 x) {
+  const F32 one = splat(1.0f);
+  return div(one, add(one, exp_of(sub(splat(0.0f), x))));
+}
+
 /// 1 / sqrt(mean of squares + eps) of one row; 4 partial sums per lane, float32.
 template <typename T>
 inline float inverse_rms(const T* row, int64_t size, float eps) {

@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,6 +27,7 @@ from raymoe.kernels.elementwise import (
     qkv_rope,
     rms_norm,
 )
+from raymoe.kernels.gates import gate_values
 from raymoe.kernels.gpu_attention_batch import (
     BlockChoosingBatch,
     ChoosingBatch,
@@ -67,7 +67,7 @@ from raymoe.kernels.torch_attention import (
 from raymoe.model.indexer import BlockIndexer, Indexer, PooledIndexer
 from raymoe.model.loading import Loader, NormOverRanks
 from raymoe.model.rope import Angles, Rotary
-from raymoe.specs.layers import GateActivation, OutputGate, PooledIndexerSpec
+from raymoe.specs.layers import OutputGate, PooledIndexerSpec
 from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
 
 
@@ -462,7 +462,7 @@ class Attention(OneForm):
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         if self._gate is not None:
-            attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
+            attention_TX = self._gate(attention_TX, normed_TH)
         return self._output(attention_TX)
 
 
@@ -492,22 +492,11 @@ class _Gate:
     """The factor of attention's output."""
 
     def __init__(self, spec: OutputGate, loader: Loader, prefix: str) -> None:
-        self._activation = _GATES[spec.activation]
+        self._activation = spec.activation
         self._linear = loader.linear([f"{prefix}g_proj"], has_bias=spec.has_bias)
 
-    def __call__(self, attention_TX: Tensor, normed_TH: Tensor, num_heads: int) -> Tensor:
-        gate_TX = self._activation(self._linear(normed_TH).float()).to(attention_TX.dtype)
-        heads_TAV, gate_TAX = (
-            each_TX.view(len(each_TX), num_heads, each_TX.shape[1] // num_heads)
-            for each_TX in (attention_TX, gate_TX)
-        )
-        return (heads_TAV * gate_TAX).flatten(1)
-
-
-_GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "softplus": functional.softplus,
-}
+    def __call__(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        return gate_values(attention_TX, self._linear(normed_TH), self._activation)
 
 
 def latent_layout(spec: LatentAttentionSpec, dtype: torch.dtype) -> LatentLayout | IndexedLayout:
@@ -765,7 +754,7 @@ class LatentAttention:
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
         if self._gate is not None:
-            attention_TX = self._gate(attention_TX, normed_TH, self._spec.num_heads)
+            attention_TX = self._gate(attention_TX, normed_TH)
         return self._output(attention_TX)
 
     @property

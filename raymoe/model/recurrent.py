@@ -3,7 +3,6 @@
 T tokens, C channels of the convolution, H heads, V dimensions of a value, A inputs of the decay.
 """
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -11,14 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.kernels.cpu_attention import AttentionBatch
-from raymoe.kernels.elementwise import Projected, rms_norm, weigh_norm
+from raymoe.kernels.elementwise import Projected
+from raymoe.kernels.gates import gate_and_norm, norm_and_gate
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.paged_kv import StateLayout
 from raymoe.kernels.state import causal_conv, scan
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
-from raymoe.specs.layers import RecurrentKind, RecurrentSpec
+from raymoe.specs.layers import RecurrentSpec
 
 
 class _Constants(NamedTuple):
@@ -159,36 +159,28 @@ class Recurrent(OneForm):
         )
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        spec, read_TX = self._spec, attention_TX
-        if spec.has_matrices:
-            read_XV, norm_X = attention_TX.view(-1, spec.value_dim), self._norm_X
-            if spec.kind == "kimi_delta":  # rounds the gated value alone
-                read_XV, norm_X = read_XV.float(), norm_X.float()
-            read_TX = rms_norm(read_XV, norm_X, spec.norm_eps).view_as(attention_TX)
-        gate = torch.sigmoid if spec.has_sigmoid_gate else _GATES[spec.kind]
-        gate_TX = gate(self._gate_of(normed_TH))
-        return self._output((read_TX * gate_TX).to(attention_TX.dtype))
+        spec, gates_TX = self._spec, self._gates_of(normed_TH)
+        if not spec.has_matrices:
+            return self._output(attention_TX * gates_TX)
+        is_kimi = spec.kind == "kimi_delta"
+        gated_TX = norm_and_gate(
+            attention_TX,
+            self._norm_X,
+            gates_TX,
+            spec.norm_eps,
+            activation="sigmoid" if is_kimi or spec.has_sigmoid_gate else "silu",
+            rounds_norm=not is_kimi,
+        )
+        return self._output(gated_TX)
 
-    def _gate_of(self, normed_TH: Tensor) -> Tensor:
+    def _gates_of(self, normed_TH: Tensor) -> Tensor:
         for linear in self._gates:
             normed_TH = linear(normed_TH)
-        return normed_TH.float()
-
-
-# Factors of the output, from the outputs of a projection.
-_GATES: Mapping[RecurrentKind, Callable[[Tensor], Tensor]] = {
-    "gated_delta": functional.silu,
-    "kimi_delta": torch.sigmoid,
-    "short_conv": lambda gate_TX: gate_TX,
-}
+        return normed_TH
 
 
 class Mamba2(Recurrent):
     """A layer in which a token's step of time is its gain, and multiplies its decay."""
-
-    def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
-        super().__init__(spec, loader, prefix)
-        self._group_width = spec.output_width // spec.num_key_heads
 
     def _scan(
         self,
@@ -216,12 +208,11 @@ class Mamba2(Recurrent):
         return skipped_THV.to(read_THV.dtype)
 
     def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
-        gate_TX = functional.silu(self._gate_of(normed_TH))
-        gated_TX = attention_TX * gate_TX
-        gated_TGX = gated_TX.view(len(gated_TX), self._spec.num_key_heads, self._group_width)
-        mean_TG1 = gated_TGX.square().mean(-1, keepdim=True)
-        normed_TX = (gated_TGX * torch.rsqrt(mean_TG1 + self._spec.norm_eps)).flatten(1)
-        return self._output(weigh_norm(normed_TX, self._norm_X, None, attention_TX.dtype))
+        gates_TX, num_groups = self._gates_of(normed_TH), self._spec.num_key_heads
+        eps = self._spec.norm_eps
+        return self._output(
+            gate_and_norm(attention_TX, self._norm_X, gates_TX, num_groups=num_groups, eps=eps)
+        )
 
 
 def log_decays(input_THX: Tensor, spec: RecurrentSpec, decay_H: Tensor) -> Tensor:

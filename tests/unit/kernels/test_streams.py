@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe import _native
-from raymoe.kernels import gated_streams, streams
+from raymoe.kernels import gated_streams, gates, streams
 from raymoe.kernels.cpu_linear import make_linear
 from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.kernels.streams import (
@@ -104,6 +104,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     if request.param == "torch":
         monkeypatch.setattr(streams, "native_reads", lambda *_: False)
         monkeypatch.setattr(gated_streams, "native_reads", lambda *_: False)
+        monkeypatch.setattr(gates, "native_reads", lambda *_: False)
         monkeypatch.setattr(gated_streams, "native_mixes", lambda *_: False)
     else:
         _native.set_isa(request.param)
