@@ -86,6 +86,7 @@ DECODE_CASES = (
     (64, 512), (64, 1024), (64, 4096), (128, 2048),
     (256, 512), (256, 1024), (512, 512), (512, 1024),
 )  # fmt: skip
+SHARED_TOKENS = (512, 2048)  # of 64 sequences, which have 64 tokens of their own
 LATENT_CASES = ((64, 512), (64, 1024), (64, 4096))
 COMPRESSED_CASES = (
     (OVERLAPPING, 64, 1, 1024), (OVERLAPPING, 64, 1, 2048), (OVERLAPPING, 1, 1, 2048),
@@ -112,6 +113,11 @@ def kernel_jobs() -> list[Callable[[], KernelJob]]:
     return [
         *(partial(decode_job, EIGHT_KV_HEADS, *case) for case in DECODE_CASES),
         *(partial(decode_job, FOUR_KV_HEADS, *case) for case in ((64, 1024), (256, 1024))),
+        *(
+            partial(decode_job, shape, 64, shared + 64, shared_tokens=shared)
+            for shape in (EIGHT_KV_HEADS, FOUR_KV_HEADS)
+            for shared in SHARED_TOKENS
+        ),
         *(partial(latent_decode_job, LATENT, *case) for case in LATENT_CASES),
         partial(latent_decode_job, FEW_HEADS, 64, 1024),
         *(partial(compressed_job, *case) for case in COMPRESSED_CASES),

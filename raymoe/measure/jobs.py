@@ -49,14 +49,25 @@ class AttentionShape:
 
 
 def decode_job(
-    shape: AttentionShape, batch: int, context: int, layers: Sequence[Tensor] | None = None
+    shape: AttentionShape,
+    batch: int,
+    context: int,
+    layers: Sequence[Tensor] | None = None,
+    *,
+    shared_tokens: int = 0,
 ) -> KernelJob:
-    """One new token for each of `batch` sequences of `context` tokens, the new one included."""
+    """One new token for each of `batch` sequences of `context` tokens, the new one included.
+
+    Args:
+        shared_tokens: The first tokens, which are the same blocks in all sequences.
+    """
+    case = f"{shape}, {batch} x {context}"
+    distinct_tokens = shared_tokens + batch * (context - shared_tokens)
     return KernelJob(
         kernel="decode attention",
-        case=f"{shape}, {batch} x {context}",
-        calls=_calls(shape, batch, 1, context, layers),
-        bytes_per_call=batch * context * shape.kv_bytes_per_token,
+        case=f"{case}, {shared_tokens} of them shared" if shared_tokens else case,
+        calls=_calls(shape, batch, 1, context, layers, shared_tokens),
+        bytes_per_call=distinct_tokens * shape.kv_bytes_per_token,
         flop_per_call=4 * batch * context * shape.num_heads * shape.head_dim,
     )
 
@@ -95,6 +106,7 @@ def _calls(  # noqa: PLR0917 - of two public functions above
     new_tokens: int,
     context: int,
     layers: Sequence[Tensor] | None,
+    shared_tokens: int = 0,
 ) -> list[partial[Tensor]]:
     tokens = batch * new_tokens
     query_THD = torch.randn(tokens, shape.num_heads, shape.head_dim).to(shape.dtype)
@@ -104,6 +116,8 @@ def _calls(  # noqa: PLR0917 - of two public functions above
         context_tokens=torch.full((batch,), context, dtype=torch.int32),
         block_table=shuffled_table(batch, ceil_div(context, BLOCK_TOKENS)),
     )
+    shared_blocks = shared_tokens // BLOCK_TOKENS
+    step_batch.block_table[:, :shared_blocks] = step_batch.block_table[0, :shared_blocks]
     return [
         partial(
             append_and_attend,

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from raymoe.bench.kernels import measure_kernels, quantised_experts_job
 from raymoe.bench.steps import StepKind, StepPair, compare_steps, predict_step, times_by_kind
@@ -91,6 +92,15 @@ def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
     cache = job.calls[0].args[3]  # type: ignore[attr-defined]
     assert job.bytes_per_call == cache.numel() * cache.itemsize
     assert len(job.calls) * job.bytes_per_call >= 512 << 20
+
+
+def test_a_decode_job_reads_shared_tokens_once() -> None:
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32)
+    job = decode_job(shape, 3, 128, shared_tokens=96)
+    table = job.calls[0].args[4].block_table  # type: ignore[attr-defined]
+    assert torch.equal(table[:, :3], table[:1, :3].expand(3, -1))
+    assert table[:, 3].unique().numel() == 3
+    assert job.bytes_per_call == (96 + 3 * 32) * shape.kv_bytes_per_token
 
 
 def test_a_step_of_states_reads_and_writes_each_of_them() -> None:
