@@ -67,6 +67,7 @@ MAY_IMPORT["openai"] = BASE | {
     "specs",
     "data",
 }
+MAY_IMPORT["lm_eval"] = {"errors", "config", "engine"}
 EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
@@ -88,7 +89,7 @@ PURE = {
 }
 ONLY_IN = {
     "ray": {"data", "cli"},
-    "transformers": {"engine", "bench", "doctor"},
+    "transformers": {"engine", "bench", "doctor", "lm_eval"},
     "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},

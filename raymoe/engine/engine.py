@@ -547,6 +547,11 @@ class Engine:
         )
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a row, prompt and generated together."""
+        return self._parts.max_model_len
+
+    @property
     def directory(self) -> Path:
         """Where the model's files are."""
         return self._parts.tokenizer.directory

