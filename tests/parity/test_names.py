@@ -44,6 +44,8 @@ ROOTS = (
 )
 HEADS = ("lm_head.", "model.lm_head.", "language_model.lm_head.", "thinker.lm_head.")
 HEADS += ("model.language_model.lm_head.",)
+# A dozen renamings of each module, which files have all of or none.
+RENAMED_WHOLE = ("deepseek_v4", "hy_v4", "hy_v4_vl")
 _OTHER_PARTS = re.compile(r"model\.(vision|multi_modal|visual|audio|mm_proj)")
 _HEAD = re.compile(r"(?:^|.*\.)lm_head\.(weight|bias)$")
 _EMBEDDING = re.compile(r"(.*?)(?:embed_tokens|embeddings|wte)\.weight$")
@@ -71,7 +73,9 @@ def ways(model: PreTrainedModel) -> Iterator[tuple[str, Tensors]]:
     modules, saved = renamed(model, []), renamed(model, conversions(model))
     yield "modules", modules
     yield "saved", saved
-    for i, one in enumerate(get_model_conversion_mapping(model, add_legacy=False)):
+    is_whole = model.config.model_type in RENAMED_WHOLE
+    parts = () if is_whole else get_model_conversion_mapping(model, add_legacy=False)
+    for i, one in enumerate(parts):
         yield f"only {one}", renamed(model, [one])
         yield f"all but {one}", renamed(model, conversions(model, but=i))
     for what, tensors in (("modules", modules), ("saved", saved)):
