@@ -142,14 +142,14 @@ struct Mixing {
 template <typename T, typename Lanes>
 inline void mix_columns(const StreamAdd& args, const Mixing<T>& mixing, F32 delta, T* hidden,
                         Lanes part) {
+  const int64_t count = args.count, size = args.size;
   F32 streams[kMaxStreams];
-  for (int64_t j = 0; j < args.count; ++j) streams[j] = load(hidden + j * args.size, part);
-  for (int64_t k = 0; k < args.count; ++k) {
-    F32 mixed = mul(mixing.matrix[0][k], streams[0]);
-    for (int64_t j = 1; j < args.count; ++j)
-      mixed = add(mixed, mul(mixing.matrix[j][k], streams[j]));
+  for (int64_t j = 0; j < count; ++j) streams[j] = load(hidden + j * size, part);
+  for (int64_t k = 0; k < count; ++k) {
+    F32 mixed = splat(0.0f);
+    for (int64_t j = 0; j < count; ++j) mixed = add(mixed, mul(mixing.matrix[j][k], streams[j]));
     const F32 added = rounded_to<T>(mul(mixing.post[k], delta));
-    store(hidden + k * args.size, add(added, rounded_to<T>(mixed)), part);
+    store(hidden + k * size, add(added, rounded_to<T>(mixed)), part);
   }
 }
 
