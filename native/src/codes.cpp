@@ -225,6 +225,10 @@ int64_t packed_codes_bytes(const CodeFormat& format, int64_t outputs, int64_t in
   return layout.panels + num_panels(outputs) * layout.panel_bytes;
 }
 
+bool is_decoded(const CodeFormat& format) {
+  return !has_spans(format) || !code_tile_kernels().takes(format);
+}
+
 void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* packed) {
   pack(format, weight, nullptr, packed);
 }

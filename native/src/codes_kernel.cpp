@@ -1,12 +1,5 @@
 // Decoding of panels of codes. Without vectors it is the readable reference of the others.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-
-#include "panels.h"
-#if defined(__AVX2__)
-#include "vec_f32.h"
-#endif
+#include "code_values.h"
 
 namespace raymoe {
 namespace {
@@ -36,84 +29,19 @@ struct GroupScales {
   __m512 shift[kVectors];
 };
 
-inline __m128i load_128(const uint8_t* p) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
-inline __m256i load_256(const uint8_t* p) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-
-/// E4M3 is float16 without its upper exponent bit and seven of its fraction: moved there, the
-/// number over 256, subnormals included.
-inline __m512i e4m3_halves(__m256i bytes) {
-  const __m512i high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
-  const __m512i magnitude = _mm512_and_si512(high, _mm512_set1_epi16(0x7f00));
-  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f00));
-  const __m512i half =
-      _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16(int16_t(0xbfff)));
-  return _mm512_mask_mov_epi16(half, is_nan, _mm512_set1_epi16(0x7e00));
-}
-
-inline __m512 powers_of_two(__m128i exponents) {
-  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(exponents), 23);
-  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
-}
-
-/// Sixteen scales as float32; those of FP8 times 256, which its numbers lack (see `e4m3_halves`).
-template <CodeKind kKind>
-inline __m512 load_scales(const uint8_t* p) {
-  if constexpr (kKind == CodeKind::kInt4Float16) return _mm512_cvtph_ps(load_256(p));
-  if constexpr (kKind == CodeKind::kInt4BFloat16)
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
-  if constexpr (kKind == CodeKind::kE2m1) return powers_of_two(load_128(p));
-  const __m512 missing = _mm512_set1_ps(256.0f);
-  if constexpr (kKind == CodeKind::kE4m3) return _mm512_mul_ps(_mm512_loadu_ps(p), missing);
-  if constexpr (kKind == CodeKind::kE4m3E8m0)
-    return _mm512_mul_ps(powers_of_two(load_128(p)), missing);
-  const __m512i halves = e4m3_halves(_mm256_castsi128_si256(load_128(p)));
-  return _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), missing);
-}
-
-/// Scales of 16 columns times their multiplier over their divisor, one of which is 1.
-inline __m512 with_factors(__m512 scales, const uint8_t* factors) {
-  float multiplier, divisor;
-  std::memcpy(&multiplier, factors, sizeof multiplier);
-  std::memcpy(&divisor, factors + sizeof multiplier, sizeof divisor);
-  return _mm512_div_ps(_mm512_mul_ps(scales, _mm512_set1_ps(multiplier)), _mm512_set1_ps(divisor));
-}
-
-/// The two scales of a group that each 16 columns share, in every lane of their half.
-template <CodeKind kKind>
-inline __m512 load_shared_scale(const uint8_t* p) {
-  alignas(64) uint8_t line[64] = {};
-  std::memcpy(line, p, static_cast<size_t>(scale_bytes(kKind)));
-  return _mm512_broadcastss_ps(_mm512_castps512_ps128(load_scales<kKind>(line)));
-}
-
 /// Columns 0 to 7, or 8 to 15, of sixteen: each in two neighbouring lanes.
 inline __m512 doubled(__m512 columns, int upper) {
   const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
   return _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(8 * upper)), columns);
 }
 
-/// Zero points of 16 columns as float32; `half` 1 for the upper ones.
-inline __m512 load_zeros(const uint8_t* p, int half) {
-  const __m512i bytes = _mm512_cvtepu8_epi32(load_128(p));
-  const __m512i codes =
-      half == 0 ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
-  return _mm512_cvtepi32_ps(codes);
-}
-
 template <CodeKind kKind>
 GroupScales load_group(const CodePanel& panel, int64_t group) {
-  const int64_t item = scale_bytes(kKind);
   GroupScales scales;
   for (int half = 0; half < 2; ++half) {
-    const bool is_shared = panel.format->shares_scales;
-    const uint8_t* source =
-        panel.scales + item * (is_shared ? 2 * group + half : kPanelColumns * group + 16 * half);
-    __m512 factor = is_shared ? load_shared_scale<kKind>(source) : load_scales<kKind>(source);
-    if constexpr (has_factors(kKind)) factor = with_factors(factor, panel.factors + 8 * half);
+    __m512 factor = scales_of<kKind>(panel, group, half);
+    // The numbers of E4M3 lack 256; see `e4m3_halves`.
+    if constexpr (!is_four_bits(kKind)) factor = _mm512_mul_ps(factor, _mm512_set1_ps(256.0f));
     const __m512 zero = panel.zeros == nullptr ? _mm512_set1_ps(kInt4Zero)
                                                : load_zeros(panel.zeros + group * kHalfPanel, half);
     const __m512 shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), zero), factor);
@@ -195,71 +123,7 @@ void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
   }
 }
 
-#else  // __AVX512F__
-
-// The scale and the zero point of one column, one at a time.
-
-inline float float_at(const uint8_t* data, int64_t index) {
-  float out;
-  std::memcpy(&out, data + 4 * index, sizeof out);
-  return out;
-}
-
-template <typename Half>
-inline float half_at(const uint8_t* data, int64_t index) {
-  Half half;
-  std::memcpy(&half, data + 2 * index, sizeof half);
-  return to_float(half);
-}
-
-/// Two to the power of an exponent plus 127.
-inline float power_of_two(uint8_t exponent) {
-  const uint32_t bits = exponent == 0 ? 0x00400000u : static_cast<uint32_t>(exponent) << 23;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-inline float e4m3_number(int code) {
-  const int exponent = code >> 3 & 15, fraction = code & 7;
-  float number = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                               : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
-  if ((code & 0x7f) == 0x7f) number = std::nanf("");
-  return code & 0x80 ? -number : number;
-}
-
-inline float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
-  const int64_t index = panel.format->shares_scales ? 2 * group + column / kHalfPanel
-                                                    : kPanelColumns * group + column;
-  switch (panel.format->kind) {
-    case CodeKind::kInt4Float16:
-      return half_at<fp16>(panel.scales, index);
-    case CodeKind::kInt4BFloat16:
-      return half_at<bf16>(panel.scales, index);
-    case CodeKind::kE2m1:
-    case CodeKind::kE4m3E8m0:
-      return power_of_two(panel.scales[index]);
-    case CodeKind::kE2m1E4m3: {
-      const int64_t half = column / kHalfPanel;  // one of both factors is 1
-      return e4m3_number(panel.scales[index]) * float_at(panel.factors, 2 * half) /
-             float_at(panel.factors, 2 * half + 1);
-    }
-    case CodeKind::kE4m3:
-      return float_at(panel.scales, index);
-  }
-  return 0.0f;
-}
-
-inline int nibble(const uint8_t* bytes, int64_t byte, bool is_above) {
-  return is_above ? bytes[byte] >> 4 : bytes[byte] & 15;
-}
-
-inline int zero_at(const CodePanel& panel, int64_t group, int64_t column) {
-  if (panel.zeros == nullptr) return kInt4Zero;
-  return nibble(panel.zeros + group * kHalfPanel, column % kHalfPanel, column >= kHalfPanel);
-}
-
-#if defined(__AVX2__)
+#elif defined(__AVX2__)
 
 // Eight elements at a time, 4 columns x 2 inputs.
 
@@ -382,23 +246,6 @@ void decode(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
 
 #else  // without vectors
 
-int code_at(const CodePanel& panel, int64_t pair, int64_t column, int64_t half_pair) {
-  const uint8_t* codes = panel.codes + pair * pair_bytes(panel.format->kind);
-  if (!is_four_bits(panel.format->kind)) return codes[2 * column + half_pair];
-  const int64_t in_half = column % kHalfPanel;
-  const int64_t byte = column / kHalfPanel * kHalfPanel + in_half % 8 * 2 + half_pair;
-  return nibble(codes, byte, in_half >= 8);
-}
-
-float number_of(const CodePanel& panel, int code, int64_t group, int64_t column) {
-  static constexpr float kE2m1Numbers[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  const CodeKind kind = panel.format->kind;
-  if (!is_four_bits(kind)) return e4m3_number(code);
-  if (kind == CodeKind::kE2m1 || kind == CodeKind::kE2m1E4m3)
-    return code & 8 ? -kE2m1Numbers[code & 7] : kE2m1Numbers[code];
-  return static_cast<float>(code - zero_at(panel, group, column));
-}
-
 void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out) {
   for (int64_t pair = begin; pair < end; ++pair)
     for (int64_t column = 0; column < kPanelColumns; ++column)
@@ -410,7 +257,6 @@ void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out)
       }
 }
 
-#endif  // __AVX2__
 #endif  // __AVX512F__
 
 #if defined(__AVX2__)

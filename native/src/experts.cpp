@@ -105,7 +105,7 @@ struct WorkerArrays {
   float* sums;         // [max(gather rows, rows of an expert)][kPanelColumns]
   bf16* gathered;      // [gather_rows][gather_stride]
   float* accumulator;  // [block_tokens][kPanelColumns]
-  bf16* decoded;       // [kDecodedElements]
+  char* scratch;       // of kScratchBytes, for codes
 };
 
 /// What a calling thread keeps between launches.
@@ -131,7 +131,7 @@ int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
     worker.sums = carver.take<float>(sizes.block_tokens * kPanelColumns);
     worker.gathered = carver.take<bf16>(sizes.gather_rows * sizes.gather_stride);
     worker.accumulator = carver.take<float>(sizes.block_tokens * kPanelColumns);
-    worker.decoded = carver.take<bf16>(kDecodedElements);
+    worker.scratch = carver.take<char>(kScratchBytes);
   }
   return carver.used();
 }
@@ -286,7 +286,7 @@ void ExpertsLaunch::multiply_gate(const WorkerArrays& arrays, const GateTask& ta
       arrays.gathered, sizes_.gather_stride, task.rows.count, gate_panel(task.rows.expert, panel),
       num_pairs(problem_.weights.hidden_size),
       // Panels and experts follow each other, so this is almost always next.
-      gate_panel(task.rows.expert, panel + 1).weights, arrays.sums, arrays.decoded};
+      gate_panel(task.rows.expert, panel + 1).begin(), arrays.sums, arrays.scratch};
   bf16* out =
       scratch_.activations + task.rows.first * sizes_.activation_stride + panel * kGatePanelColumns;
   const float* bias =
@@ -319,9 +319,9 @@ void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int6
                              rows.count,
                              down_panel(rows.expert, panel),
                              num_pairs(problem_.weights.expert_size),
-                             down_panel(next_expert, is_last ? panel + 1 : panel).weights,
+                             down_panel(next_expert, is_last ? panel + 1 : panel).begin(),
                              arrays.sums,
-                             arrays.decoded};
+                             arrays.scratch};
   const int64_t column = panel * kPanelColumns;
   const float* bias = bias_of(problem_.weights.down_bias, rows.expert, sizes_.down_panels, panel);
   multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {

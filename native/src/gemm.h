@@ -6,11 +6,19 @@
 // files widen its two halves. Tails are zeros. A tile multiplies 1 to 14 rows by one panel: 28 of
 // the 32 vector registers hold sums.
 //
-// Panels of codes (panels.h) are decoded block by block into scratch, then multiplied the same
-// way: the bits are those of a product with the decoded weights.
-//
 // Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
 // rows, threads or blocks: a row gives the same bits in every batch.
+//
+// Panels of codes (panels.h) are multiplied in one of two ways, which the format and the
+// instruction set decide, not the number of rows:
+// - The numbers of codes, exact in bfloat16, are multiplied and summed over a span: up to 64 pairs
+//   of a group. The sum times the scale of the group, in float32, is added to the sum of the spans
+//   before, with one rounding where the set fuses. No weight is rounded. Without vectors and with
+//   AVX512-BF16 and VBMI; for all kinds but E2M1 with scales that are powers of two, in groups of
+//   an even number of inputs, at least 16, that are neighbours.
+// - Else weights are decoded, number * scale rounded to bfloat16. The bits are those of a product
+//   with the decoded weights, whether they are decoded block by block into scratch or, where they
+//   are exact, in registers.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +32,11 @@
 namespace raymoe {
 
 constexpr int64_t kTileRows = 14;
-// Inputs of one block: 2048 pairs x 128 bytes of a panel stay in L2 while tiles of rows use them.
-constexpr int64_t kBlockPairs = 2048;
 // Of a block that is decoded: 32 KiB of bfloat16 weights stay near while tiles of rows use them.
 constexpr int64_t kDecodedPairs = 256;
 constexpr int64_t kDecodedElements = kDecodedPairs * kPanelColumns * 2;
+// Scratch of a product: decoded weights, or scales.
+constexpr int64_t kScratchBytes = std::max<int64_t>(kDecodedElements * 2, kScaleElements * 4);
 
 /// Distance of rows, in elements, of a copy of `columns` columns: whole cache lines and never a
 /// multiple of 1 KiB, so that the rows of a tile do not fall into the same sets of the L1 cache.
@@ -103,6 +111,10 @@ struct PanelSource {
   const bf16* weights;  // where the weights are bfloat16
   CodePanel codes;      // where they are codes
   bool is_coded;
+
+  const void* begin() const {
+    return is_coded ? static_cast<const void*>(codes.codes) : static_cast<const void*>(weights);
+  }
 };
 
 inline PanelSource panel_of(const PackedWeight& weight, int64_t index) {
@@ -121,9 +133,9 @@ struct PanelProduct {
   int64_t num_rows;
   PanelSource panel;
   int64_t num_pairs;
-  const bf16* next_panel;  // the one that this thread multiplies next; null if unknown
+  const void* next_panel;  // begin of the one that this thread multiplies next
   float* sums;             // scratch, [num_rows][kPanelColumns]
-  bf16* decoded;           // scratch of kDecodedElements, for codes
+  void* scratch;           // of kScratchBytes, for codes
 };
 
 /// Prefetches a share of `next` with each of the first tiles that use a block of a panel:
@@ -143,19 +155,41 @@ struct PanelBlock {
 
 inline PanelBlock block_of(const PanelProduct& product, int64_t pair, int64_t end) {
   if (product.panel.is_coded) {
-    code_kernels().decode(product.panel.codes, pair, end, product.decoded);
-    return {product.decoded, nullptr};
+    bf16* decoded = static_cast<bf16*>(product.scratch);
+    code_kernels().decode(product.panel.codes, pair, end, decoded);
+    return {decoded, nullptr};
   }
   const bf16* panel = product.panel.weights;
   const bool is_last = end == product.num_pairs;
   return {panel + pair * kPanelColumns * 2,
-          is_last ? product.next_panel : panel + end * kPanelColumns * 2};
+          is_last ? static_cast<const bf16*>(product.next_panel) : panel + end * kPanelColumns * 2};
+}
+
+/// As `multiply_panel`, without decoding.
+template <typename Epilogue>
+void multiply_codes(const CodeTileKernels& kernels, const PanelProduct& product,
+                    const Epilogue& epilogue) {
+  const CodePanel& panel = product.panel.codes;
+  float* scales = static_cast<float*>(product.scratch);
+  const int64_t to_next = static_cast<const uint8_t*>(product.next_panel) - panel.codes;
+  for (int64_t pair = 0; pair < product.num_pairs; pair += kBlockPairs) {
+    const int64_t end = std::min(pair + kBlockPairs, product.num_pairs);
+    const bool is_last = end == product.num_pairs;
+    const int64_t prefetch = is_last ? to_next : kBlockPairs * pair_bytes(panel.format->kind);
+    kernels.scales(panel, pair, end, to_next, scales);
+    kernels.multiply(product.num_rows,
+                     {product.a + pair * 2, product.a_stride, &panel, pair, end, scales,
+                      product.sums, pair > 0, prefetch});
+  }
+  epilogue(0, product.num_rows, product.sums);
 }
 
 /// Multiplies all rows by a panel; calls epilogue(first_row, rows, sums) for each finished tile.
 template <typename Epilogue>
 void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
                     const Epilogue& epilogue) {
+  if (product.panel.is_coded && code_tile_kernels().takes(*product.panel.codes.format))
+    return multiply_codes(code_tile_kernels(), product, epilogue);
   const int64_t num_tiles = ceil_div(product.num_rows, kTileRows);
   const int64_t block_pairs = product.panel.is_coded ? kDecodedPairs : kBlockPairs;
   for (int64_t pair = 0; pair < product.num_pairs; pair += block_pairs) {

@@ -109,15 +109,15 @@ class LinearWorker {
         plan_(plan),
         weight_{problem.packed, problem.format, problem.outputs, problem.inputs},
         sums_(reinterpret_cast<float*>(scratch)),
-        decoded_(reinterpret_cast<bf16*>(scratch + sums_bytes(plan))),
-        copy_(decoded_ + kDecodedElements) {}
+        codes_(scratch + sums_bytes(plan)),
+        copy_(reinterpret_cast<bf16*>(codes_ + kScratchBytes)) {}
 
   static int64_t sums_bytes(const LinearPlan& plan) {
     return plan.block_rows * kPanelColumns * static_cast<int64_t>(sizeof(float));
   }
   static int64_t scratch_bytes(const LinearPlan& plan) {
-    const int64_t elements = kDecodedElements + plan.block_elements;
-    return ceil_div(sums_bytes(plan) + elements * 2 + 64, 4096) * 4096;
+    const int64_t copied = plan.block_elements * static_cast<int64_t>(sizeof(bf16));
+    return ceil_div(sums_bytes(plan) + kScratchBytes + copied + 64, 4096) * 4096;
   }
 
   void run(int64_t task) {
@@ -145,9 +145,9 @@ class LinearWorker {
                                rows,
                                panel_of(weight_, index),
                                num_pairs(problem_.inputs),
-                               panel_of(weight_, next).weights,
+                               panel_of(weight_, next).begin(),
                                sums_,
-                               decoded_};
+                               codes_};
     const int64_t column = panel * kPanelColumns;
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
       StoreTile tile{sums, problem_.bias == nullptr ? nullptr : problem_.bias + column, nullptr,
@@ -167,7 +167,7 @@ class LinearWorker {
   const LinearPlan& plan_;
   const PackedWeight weight_;
   float* sums_;
-  bf16* decoded_;
+  char* codes_;  // scratch
   bf16* copy_;
   int64_t copied_block_ = -1;
 };

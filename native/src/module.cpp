@@ -234,6 +234,8 @@ void bind_codes(py::module_& m) {
                          "How a matrix of codes is packed; see kernels/packing.py.")
       .def(py::init(&make_code_format), py::arg("kind"), py::arg("group_size"),
            py::arg("shares_scales"), py::arg("has_zeros"), py::arg("has_order"))
+      .def_property_readonly("is_decoded", &is_decoded,
+                             "Whether products are those with weights that are rounded to bfloat16.")
       .def("packed_bytes", &packed_codes_bytes, py::arg("out_features"), py::arg("in_features"),
            "Bytes of a packed matrix [out_features, in_features].")
       .def("packed_gate_up_bytes", &packed_gate_up_codes_bytes, py::arg("expert_size"),

@@ -1,5 +1,5 @@
-// Panels of codes: what is packed is decoded, the same on every instruction set, in memory of
-// exactly the promised size so that the address sanitizer sees every read and write outside.
+// Panels of codes: what is packed is decoded and multiplied, the same on every instruction set, in
+// memory of exactly the promised size so that the address sanitizer sees every read and write outside.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -133,6 +133,58 @@ void check_numbers() {
   }
 }
 
+/// Sums of all rows and a panel, on the active instruction set.
+std::vector<float> multiply(const PackedWeight& weight, int64_t index, const std::vector<bf16>& x,
+                            int64_t rows) {
+  std::vector<float> sums(static_cast<size_t>(rows * kPanelColumns));
+  std::vector<char> scratch(kScratchBytes);
+  const int64_t pairs = num_pairs(weight.inputs);
+  const PanelSource panel = panel_of(weight, index);
+  int64_t done = 0;
+  multiply_panel(gemm_kernels(),
+                 {x.data(), 2 * pairs, rows, panel, pairs, panel.begin(), sums.data(),
+                  scratch.data()},
+                 [&](int64_t, int64_t count, const float*) { done += count; });
+  CHECK(done == rows);
+  return sums;
+}
+
+/// Products are those of the kernels without vectors, but for the rounding of weights where they
+/// are decoded.
+void check_products(const Matrix& matrix, int64_t rows) {
+  const Packed packed = matrix.pack();
+  const PackedWeight weight{packed.get(), &matrix.format, matrix.outputs, matrix.inputs};
+  const int64_t pairs = num_pairs(matrix.inputs);
+  const auto width = static_cast<size_t>(2 * pairs);
+  std::vector<bf16> x(static_cast<size_t>(rows) * width);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float value = static_cast<float>(random_bits() % 512) / 256 - 1;
+    const bool is_zero = static_cast<int64_t>(i % width) >= matrix.inputs;
+    x[i] = from_float<bf16>(is_zero ? 0.0f : value);
+  }
+  const CodeLayout layout(matrix.format, matrix.inputs);
+  const Isa isa = active_isa();
+  const double rounding = is_decoded(matrix.format) ? 1.0 / 256 : 1e-6;
+  for (int64_t index = 0; index < num_panels(matrix.outputs); ++index) {
+    const auto got = multiply(weight, index, x, rows);
+    set_isa(Isa::kScalar);
+    const auto want = multiply(weight, index, x, rows);
+    const auto decoded =
+        decode_panel(code_kernels().decode,
+                     code_panel(matrix.format, layout, packed.get(), index), 0, pairs);
+    set_isa(isa);
+    for (size_t i = 0; i < want.size(); ++i) {
+      const size_t row = i / kPanelColumns, column = i % kPanelColumns;
+      double size = 0;
+      for (size_t input = 0; input < width; ++input)
+        size += std::fabs(
+            double{to_float(x[row * width + input])} *
+            double{to_float(decoded[(input / 2 * kPanelColumns + column) * 2 + input % 2])});
+      CHECK_NEAR(got[i], want[i], rounding * size + 1e-30);
+    }
+  }
+}
+
 void check_all() {
   check_numbers();
   for (CodeKind kind : {CodeKind::kInt4Float16, CodeKind::kInt4BFloat16, CodeKind::kE2m1,
@@ -143,7 +195,14 @@ void check_all() {
           const bool is_int = is_int4(kind);
           const CodeFormat format{kind, group, flag && !is_int, flag && is_int, is_odd && flag};
           check_same(Matrix(format, is_odd ? 33 : 64, is_odd ? 77 : 300));
+          check_products(Matrix(format, is_odd ? 33 : 32, is_odd ? 77 : 300), is_odd ? 5 : 27);
         }
+  for (int64_t rows = 1; rows <= 14; ++rows) {
+    const CodeFormat int4{CodeKind::kInt4BFloat16, 24, false, rows % 2 == 0, false};
+    check_products(Matrix(int4, 20, 75), rows);
+    check_products(Matrix({CodeKind::kE4m3, 128, true, false, false}, 32, 200), rows);
+  }
+  check_products(Matrix({CodeKind::kE2m1E4m3, 16, false, false, false}, 32, 2 * 4096 + 7), 1);
 }
 
 }  // namespace

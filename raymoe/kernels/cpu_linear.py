@@ -64,8 +64,9 @@ class BFloat16Packing:
 class CodePacking:
     """Codes, scales and zero points in as many bits as they are stored.
 
-    The kernels decode a block of a panel right before they multiply it. Decoded elements are
-    rounded to bfloat16, with subnormal ones flushed to zero.
+    With AVX512-BF16, kernels look numbers up in registers and scale sums of products with them in
+    float32. Other instruction sets, and matrices whose inputs name their groups, decode a block of
+    a panel before they multiply it: elements are rounded to bfloat16, subnormal ones are zero.
     """
 
     def __init__(self, codes: Codes) -> None:

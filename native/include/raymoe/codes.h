@@ -1,4 +1,4 @@
-// Quantised weights in panels: codes and scales that are decoded next to the matrix product.
+// Quantised weights in panels: codes and scales that matrix products read as they are stored.
 //
 // The functions on tensors are what module.cpp binds; their errors are std::invalid_argument and
 // name the argument and the dimension.
@@ -21,7 +21,7 @@ enum class CodeKind {
   kE4m3E8m0,      // FP8; scales are powers of two (MXFP8)
 };
 
-/// How a matrix is stored; its elements are number * scale, rounded to bfloat16.
+/// How a matrix is stored; its elements are number * scale (see gemm.h for what products round).
 struct CodeFormat {
   CodeKind kind;
   int64_t group_size;  // inputs that share a scale
@@ -47,6 +47,10 @@ struct CodeSource {
 
 /// Bytes of the packed form of a matrix [outputs, inputs]; the layout is in panels.h.
 int64_t packed_codes_bytes(const CodeFormat& format, int64_t outputs, int64_t inputs);
+
+/// Whether products on the active instruction set have the bits of those with the decoded weights,
+/// rounded to bfloat16; else they scale sums of products with numbers (gemm.h).
+bool is_decoded(const CodeFormat& format);
 
 /// Packs a matrix on all threads; `packed` is 64-byte aligned and does not overlap the source.
 void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* packed);
