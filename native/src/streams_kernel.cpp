@@ -7,9 +7,8 @@ namespace {
 
 /// magnitude * sigmoid(logits) of one token.
 inline void factors_of(const float* logits, int64_t count, float magnitude, float* factors) {
-  for_lanes(count, [&](int64_t i, auto part) {
-    store(factors + i, mul(splat(magnitude), sigmoid_of(load(logits + i, part))), part);
-  });
+  for (int64_t i = 0; i < count; ++i)
+    factors[i] = magnitude / (1.0f + __builtin_expf(-logits[i]));
 }
 
 template <typename T>
