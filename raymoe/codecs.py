@@ -23,6 +23,7 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Fp8Tensor,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -31,7 +32,7 @@ from raymoe.specs.weight_format import (
     WeightFormat,
 )
 
-CodeKind = Literal["int4", "e2m1", "e4m3"]
+CodeKind = Literal["int4", "e2m1", "e4m3", "int8"]
 
 INT4_ZERO = 8  # code of zero, without zero points
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -121,6 +122,7 @@ _NUMBERS: Mapping[CodeKind, Callable[[Tensor], Tensor]] = {
     "int4": lambda codes_OI: codes_OI.float(),
     "e2m1": _e2m1,
     "e4m3": lambda codes_OI: codes_OI.view(torch.float8_e4m3fn).float(),
+    "int8": lambda codes_OI: codes_OI.view(torch.int8).float(),
 }
 
 
@@ -364,6 +366,15 @@ def unpack_channel(matrix: StoredMatrix) -> Codes:
     )
 
 
+def unpack_int8(matrix: StoredMatrix) -> Codes:
+    return Codes(
+        kind="int8",
+        codes_OI=matrix.pieces["codes"].view(torch.uint8),
+        scales_BG=matrix.pieces["scales"],
+        group_size=matrix.shape[1],
+    )
+
+
 _ONE_IN_EACH_NIBBLE = 0x11111111
 
 
@@ -442,6 +453,7 @@ CODECS: Mapping[type[WeightFormat], Callable[[StoredMatrix], Codes]] = {
     Fp8Block: unpack_block,
     Fp8Channel: unpack_channel,
     Fp8Tensor: unpack_channel,
+    Int8Channel: unpack_int8,
     PackedInt4: unpack_packed_int4,
     Gptq: unpack_gptq,
     Awq: unpack_awq,

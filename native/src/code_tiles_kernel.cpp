@@ -411,6 +411,8 @@ void scales(const CodePanel& panel, int64_t begin, int64_t end, int64_t prefetch
       return write_scales<CodeKind::kE4m3>(panel, begin, end, prefetch, out);
     case CodeKind::kE4m3E8m0:
       return write_scales<CodeKind::kE4m3E8m0>(panel, begin, end, prefetch, out);
+    case CodeKind::kInt8:
+      return;  // never coded in panels
   }
 }
 #pragma GCC pop_options

@@ -135,6 +135,7 @@ inline float scale_at(const CodePanel& panel, int64_t group, int64_t column) {
              float_at(panel.factors, 2 * half + 1);
     }
     case CodeKind::kE4m3:
+    case CodeKind::kInt8:
       return float_at(panel.scales, index);
   }
   return 0.0f;

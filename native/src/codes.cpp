@@ -6,6 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "int8.h"
 #include "panels.h"
 #include "raymoe/worker_pool.h"
 
@@ -43,6 +44,25 @@ void pack_bytes(const Columns& columns, int64_t pair, uint8_t* out) {
   for (const Column& column : columns)
     for (int64_t half_pair = 0; half_pair < 2; ++half_pair)
       *out++ = code_at(column, 2 * pair + half_pair);
+}
+
+/// Four inputs of each column, plus 128.
+void pack_word(const Columns& columns, int64_t word, uint8_t* out) {
+  for (const Column& column : columns)
+    for (int64_t input = 4 * word; input < 4 * word + 4; ++input)
+      *out++ = static_cast<uint8_t>(code_at(column, input) ^ kInt8Zero);
+}
+
+void pack_codes_of(CodeKind kind, const Columns& columns, int64_t inputs, uint8_t* panel) {
+  if (kind == CodeKind::kInt8) {
+    for (int64_t word = 0; word < ceil_div(inputs, 4); ++word)
+      pack_word(columns, word, panel + word * 4 * kPanelColumns);
+    return;
+  }
+  for (int64_t pair = 0; pair < num_pairs(inputs); ++pair) {
+    uint8_t* out = panel + pair * pair_bytes(kind);
+    is_four_bits(kind) ? pack_nibbles(columns, pair, out) : pack_bytes(columns, pair, out);
+  }
 }
 
 void pack_scales(const CodeFormat& format, const Columns& columns, int64_t group, uint8_t* out) {
@@ -84,10 +104,7 @@ void pack_factors(const Columns& columns, uint8_t* out) {
 
 void pack_panel(const CodeFormat& format, const CodeLayout& layout, const Columns& columns,
                 int64_t inputs, uint8_t* panel) {
-  for (int64_t pair = 0; pair < num_pairs(inputs); ++pair) {
-    uint8_t* out = panel + pair * pair_bytes(format.kind);
-    is_four_bits(format.kind) ? pack_nibbles(columns, pair, out) : pack_bytes(columns, pair, out);
-  }
+  pack_codes_of(format.kind, columns, inputs, panel);
   const int64_t scales = layout.scales_of_group * scale_bytes(format.kind);
   for (int64_t group = 0; group < layout.num_groups; ++group) {
     pack_scales(format, columns, group, panel + layout.scales + group * scales);
@@ -138,6 +155,7 @@ constexpr NamedKind kKinds[] = {
     {"e2m1_e4m3", CodeKind::kE2m1E4m3, DType::kUInt8},
     {"e4m3", CodeKind::kE4m3, DType::kFloat32},
     {"e4m3_e8m0", CodeKind::kE4m3E8m0, DType::kUInt8},
+    {"int8", CodeKind::kInt8, DType::kFloat32},
 };
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
@@ -203,6 +221,9 @@ CodeSource source_of(const std::string& what, const CodeFormat& format, const Co
   source.output_stride = codes.stride(0);
   source.input_stride = codes.stride(1);
   source.num_groups = ceil_div(source.inputs, format.group_size);
+  if (format.kind == CodeKind::kInt8 && (source.num_groups != 1 || source.inputs > kMaxInt8Inputs))
+    fail(what + ": int8 takes a scale for each output and at most " +
+         std::to_string(kMaxInt8Inputs) + " inputs");
   source.multiplier = weight.multiplier;
   source.divisor = weight.divisor;
   set_scales(what, format, weight, &source);

@@ -274,6 +274,8 @@ void decode_panel(const CodePanel& panel, int64_t begin, int64_t end, bf16* out)
       return decode<CodeKind::kE4m3>(panel, begin, end, out);
     case CodeKind::kE4m3E8m0:
       return decode<CodeKind::kE4m3E8m0>(panel, begin, end, out);
+    case CodeKind::kInt8:
+      return;  // never decoded
   }
 }
 #endif

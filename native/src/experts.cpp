@@ -3,7 +3,9 @@
 //   gate     tasks of (rows of an expert, panels of gate and up): gather, multiply, gate * up
 //   down     tasks of one panel of outputs over all experts in ascending order: multiply, add to
 //            the accumulators of the tokens, round
-// Down tasks own their columns, so the sums of a token need no locks and have one order.
+// Down tasks own their columns, so the sums of a token need no locks and have one order. Where
+// weights are int8, all workers quantise the block's tokens before gate tasks, and the gated
+// products, in place, before down tasks.
 #include "raymoe/experts.h"
 
 #include <algorithm>
@@ -30,6 +32,8 @@ struct Sizes {
   int num_workers;
   int64_t block_tokens, block_rows;
   int64_t gather_rows, gather_stride, activation_stride;
+  int64_t gate_words, down_words;      // of a row (gemm.h)
+  bool gate_is_int8, down_is_int8;
   int64_t gate_panels, gate_up_bytes;  // of one expert
   int64_t down_panels, down_bytes;
 };
@@ -59,17 +63,22 @@ Sizes make_sizes(const ExpertsProblem& problem, int num_threads) {
   Sizes sizes{};
   sizes.block_tokens = choose_block_tokens(problem);
   sizes.block_rows = sizes.block_tokens * problem.top_k;
+  const PackedWeight gate_up = gate_up_of(weights, 0, 0), down = down_of(weights, 0, 0);
+  sizes.gate_words = gate_up.num_words();
+  sizes.down_words = down.num_words();
+  sizes.gate_is_int8 = gate_up.is_int8();
+  sizes.down_is_int8 = down.is_int8();
   sizes.gather_rows =
-      std::clamp<int64_t>(kGatherBytes / (2 * weights.hidden_size), 4 * kTileRows, 256);
+      std::clamp<int64_t>(kGatherBytes / (4 * sizes.gate_words), 4 * kTileRows, 256);
   sizes.gather_rows = std::min(sizes.gather_rows, sizes.block_tokens);
-  sizes.gather_stride = padded_stride(weights.hidden_size);
+  sizes.gather_stride = padded_stride(2 * sizes.gate_words);
   sizes.gate_panels = ceil_div(weights.expert_size, kGatePanelColumns);
   sizes.activation_stride = padded_stride(sizes.gate_panels * kGatePanelColumns);
-  sizes.gate_up_bytes = gate_up_of(weights, 0, 0).num_bytes();
+  sizes.gate_up_bytes = gate_up.num_bytes();
   sizes.down_panels = num_panels(weights.hidden_size);
-  sizes.down_bytes = down_of(weights, 0, 0).num_bytes();
+  sizes.down_bytes = down.num_bytes();
   const int64_t cycles = (2 * problem.num_tokens * problem.top_k + 20) * sizes.gate_panels *
-                         num_pairs(weights.hidden_size) * 3 / 2;
+                         sizes.gate_words * 3 / 2;
   sizes.num_workers = cycles < kInlineCycles ? 1 : num_threads;
   return sizes;
 }
@@ -104,6 +113,7 @@ class Carver {
 struct WorkerArrays {
   float* sums;         // [max(gather rows, rows of an expert)][kPanelColumns]
   bf16* gathered;      // [gather_rows][gather_stride]
+  Int8Row* gathered_int8;  // [gather_rows], where the gathered rows are int8
   float* accumulator;  // [block_tokens][kPanelColumns]
   char* scratch;       // of kScratchBytes, for codes
 };
@@ -119,6 +129,9 @@ struct ExpertsScratch {
   int32_t* row_tokens = nullptr;  // [block_rows], token of the block of each sorted row
   float* row_weights = nullptr;
   bf16* activations = nullptr;  // [block_rows][activation_stride]
+  bf16* int8_tokens = nullptr;  // [block_tokens][gather_stride], quantised
+  Int8Row* token_rows = nullptr;
+  Int8Row* activation_rows = nullptr;
 };
 
 int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
@@ -126,10 +139,15 @@ int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
   scratch->row_tokens = carver.take<int32_t>(sizes.block_rows);
   scratch->row_weights = carver.take<float>(sizes.block_rows);
   scratch->activations = carver.take<bf16>(sizes.block_rows * sizes.activation_stride);
+  const int64_t int8_tokens = sizes.gate_is_int8 ? sizes.block_tokens : 0;
+  scratch->int8_tokens = carver.take<bf16>(int8_tokens * sizes.gather_stride);
+  scratch->token_rows = carver.take<Int8Row>(int8_tokens);
+  scratch->activation_rows = carver.take<Int8Row>(sizes.down_is_int8 ? sizes.block_rows : 0);
   scratch->workers.resize(static_cast<size_t>(sizes.num_workers));
   for (WorkerArrays& worker : scratch->workers) {
     worker.sums = carver.take<float>(sizes.block_tokens * kPanelColumns);
     worker.gathered = carver.take<bf16>(sizes.gather_rows * sizes.gather_stride);
+    worker.gathered_int8 = carver.take<Int8Row>(sizes.gate_is_int8 ? sizes.gather_rows : 0);
     worker.accumulator = carver.take<float>(sizes.block_tokens * kPanelColumns);
     worker.scratch = carver.take<char>(kScratchBytes);
   }
@@ -144,9 +162,14 @@ class ExpertsLaunch {
   void work(int worker) {
     for (int64_t token = 0; token < problem_.num_tokens; token += sizes_.block_tokens) {
       if (worker == 0) plan_block(token);
+      if (sizes_.gate_is_int8) quantise_tokens(worker, token);
       barrier_.wait();
       run_gate_tasks(worker);
       barrier_.wait();
+      if (sizes_.down_is_int8) {
+        quantise_activations(worker);
+        barrier_.wait();
+      }
       for (int64_t panel; (panel = scratch_.down_ranges.take(worker)) >= 0;)
         run_down_task(worker, panel);
       barrier_.wait();
@@ -159,7 +182,9 @@ class ExpertsLaunch {
   void make_gate_tasks();
   void split_gate_tasks();
   void run_gate_tasks(int worker);
-  void gather(const ExpertRows& rows, bf16* out) const;
+  void quantise_tokens(int worker, int64_t first_token);
+  void quantise_activations(int worker);
+  void gather(const ExpertRows& rows, const WorkerArrays& arrays) const;
   void multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel);
   void run_down_task(int worker, int64_t panel);
   void multiply_down(const WorkerArrays& arrays, size_t index, int64_t panel);
@@ -176,6 +201,7 @@ class ExpertsLaunch {
   bool is_dense() const { return problem_.topk_ids == nullptr; }
 
   const GemmKernels& kernels_ = gemm_kernels();
+  const Int8Kernels& int8_kernels_ = int8_kernels();
   const ExpertsProblem& problem_;
   const Sizes& sizes_;
   ExpertsScratch& scratch_;
@@ -257,13 +283,42 @@ void ExpertsLaunch::split_gate_tasks() {
   }
 }
 
-void ExpertsLaunch::gather(const ExpertRows& rows, bf16* out) const {
+/// A worker's share of the tokens of the block, which is not planned yet.
+void ExpertsLaunch::quantise_tokens(int worker, int64_t first_token) {
+  const int64_t count = std::min(sizes_.block_tokens, problem_.num_tokens - first_token);
+  const int64_t end = (worker + 1) * count / sizes_.num_workers;
+  for (int64_t token = worker * count / sizes_.num_workers; token < end; ++token)
+    int8_kernels_.quantise(
+        problem_.hidden + (first_token + token) * problem_.hidden_stride,
+        problem_.weights.hidden_size,
+        reinterpret_cast<int8_t*>(scratch_.int8_tokens + token * sizes_.gather_stride),
+        scratch_.token_rows + token);
+}
+
+void ExpertsLaunch::quantise_activations(int worker) {
+  const int64_t count = num_tokens_ * problem_.top_k;
+  const int64_t end = (worker + 1) * count / sizes_.num_workers;
+  for (int64_t row = worker * count / sizes_.num_workers; row < end; ++row) {
+    bf16* activations = scratch_.activations + row * sizes_.activation_stride;
+    int8_kernels_.quantise(activations, problem_.weights.expert_size,
+                           reinterpret_cast<int8_t*>(activations),
+                           scratch_.activation_rows + row);
+  }
+}
+
+void ExpertsLaunch::gather(const ExpertRows& rows, const WorkerArrays& arrays) const {
   const int64_t hidden_size = problem_.weights.hidden_size;
   const size_t row_bytes = static_cast<size_t>(hidden_size) * sizeof(bf16);
+  const size_t int8_bytes = static_cast<size_t>(sizes_.gate_words) * 4;
   for (int64_t row = 0; row < rows.count; ++row) {
     const int64_t position = rows.first + row;
     const int64_t token = is_dense() ? position : scratch_.row_tokens[position];
-    bf16* copy = out + row * sizes_.gather_stride;
+    bf16* copy = arrays.gathered + row * sizes_.gather_stride;
+    if (sizes_.gate_is_int8) {
+      std::memcpy(copy, scratch_.int8_tokens + token * sizes_.gather_stride, int8_bytes);
+      arrays.gathered_int8[row] = scratch_.token_rows[token];
+      continue;
+    }
     std::memcpy(copy, problem_.hidden + (first_token_ + token) * problem_.hidden_stride, row_bytes);
     if (hidden_size % 2 != 0) copy[hidden_size] = bf16{0};
   }
@@ -274,7 +329,7 @@ void ExpertsLaunch::run_gate_tasks(int worker) {
   int64_t gathered_first = -1;  // of the rows that `arrays.gathered` holds
   for (int64_t index; (index = scratch_.gate_ranges.take(worker)) >= 0;) {
     const GateTask& task = scratch_.gate_tasks[static_cast<size_t>(index)];
-    if (gathered_first != task.rows.first) gather(task.rows, arrays.gathered);
+    if (gathered_first != task.rows.first) gather(task.rows, arrays);
     gathered_first = task.rows.first;
     for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
       multiply_gate(arrays, task, panel);
@@ -284,9 +339,10 @@ void ExpertsLaunch::run_gate_tasks(int worker) {
 void ExpertsLaunch::multiply_gate(const WorkerArrays& arrays, const GateTask& task, int64_t panel) {
   const PanelProduct product{
       arrays.gathered, sizes_.gather_stride, task.rows.count, gate_panel(task.rows.expert, panel),
-      num_pairs(problem_.weights.hidden_size),
+      sizes_.gate_words,
       // Panels and experts follow each other, so this is almost always next.
-      gate_panel(task.rows.expert, panel + 1).begin(), arrays.sums, arrays.scratch};
+      gate_panel(task.rows.expert, panel + 1).begin(), arrays.sums, arrays.scratch,
+      sizes_.gate_is_int8 ? arrays.gathered_int8 : nullptr};
   bf16* out =
       scratch_.activations + task.rows.first * sizes_.activation_stride + panel * kGatePanelColumns;
   const float* bias =
@@ -318,10 +374,11 @@ void ExpertsLaunch::multiply_down(const WorkerArrays& arrays, size_t index, int6
                              sizes_.activation_stride,
                              rows.count,
                              down_panel(rows.expert, panel),
-                             num_pairs(problem_.weights.expert_size),
+                             sizes_.down_words,
                              down_panel(next_expert, is_last ? panel + 1 : panel).begin(),
                              arrays.sums,
-                             arrays.scratch};
+                             arrays.scratch,
+                             sizes_.down_is_int8 ? scratch_.activation_rows + rows.first : nullptr};
   const int64_t column = panel * kPanelColumns;
   const float* bias = bias_of(problem_.weights.down_bias, rows.expert, sizes_.down_panels, panel);
   multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {

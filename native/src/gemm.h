@@ -9,7 +9,8 @@
 // Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
 // rows, threads or blocks: a row gives the same bits in every batch.
 //
-// Panels of codes (panels.h) are multiplied in one of two ways, which the format and the
+// Panels of int8 are multiplied as they are, by rows of int8 in place of bfloat16 (int8.h). Those of
+// other codes (panels.h) are multiplied in one of two ways, which the format and the
 // instruction set decide, not the number of rows:
 // - The numbers of codes, exact in bfloat16, are multiplied and summed over a span: up to 64 pairs
 //   of a group. The sum times the scale of the group, in float32, is added to the sum of the spans
@@ -24,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "int8.h"
 #include "panels.h"
 #include "raymoe/bf16.h"
 #include "raymoe/experts.h"
@@ -101,6 +103,9 @@ struct PackedWeight {
   const CodeFormat* format;  // null: bfloat16
   int64_t outputs, inputs;
 
+  bool is_int8() const { return format != nullptr && format->kind == CodeKind::kInt8; }
+  /// Words of four bytes that a row of inputs has: pairs, or four int8 each.
+  int64_t num_words() const { return is_int8() ? ceil_div(inputs, 4) : num_pairs(inputs); }
   int64_t num_bytes() const {
     if (format != nullptr) return packed_codes_bytes(*format, outputs, inputs);
     return num_panels(outputs) * panel_elements(inputs) * static_cast<int64_t>(sizeof(bf16));
@@ -108,9 +113,10 @@ struct PackedWeight {
 };
 
 struct PanelSource {
-  const bf16* weights;  // where the weights are bfloat16
-  CodePanel codes;      // where they are codes
+  const bf16* weights;         // where the weights are bfloat16, or words of int8
+  CodePanel codes;             // where they are other codes
   bool is_coded;
+  const float* column_scales;  // of int8
 
   const void* begin() const {
     return is_coded ? static_cast<const void*>(codes.codes) : static_cast<const void*>(weights);
@@ -120,10 +126,14 @@ struct PanelSource {
 inline PanelSource panel_of(const PackedWeight& weight, int64_t index) {
   if (weight.format == nullptr) {
     const bf16* panels = reinterpret_cast<const bf16*>(weight.data);
-    return {panels + index * panel_elements(weight.inputs), {}, false};
+    return {panels + index * panel_elements(weight.inputs), {}, false, nullptr};
   }
   const CodeLayout layout(*weight.format, weight.inputs);
-  return {nullptr, code_panel(*weight.format, layout, weight.data, index), true};
+  const CodePanel panel = code_panel(*weight.format, layout, weight.data, index);
+  if (weight.is_int8())
+    return {reinterpret_cast<const bf16*>(panel.codes), {}, false,
+            reinterpret_cast<const float*>(panel.scales)};
+  return {nullptr, panel, true, nullptr};
 }
 
 /// Rows of one expert, or of a block of tokens, times one panel.
@@ -136,6 +146,7 @@ struct PanelProduct {
   const void* next_panel;  // begin of the one that this thread multiplies next
   float* sums;             // scratch, [num_rows][kPanelColumns]
   void* scratch;           // of kScratchBytes, for codes
+  const Int8Row* int8_rows = nullptr;  // where `a` and the panel are words of int8
 };
 
 /// Prefetches a share of `next` with each of the first tiles that use a block of a panel:
@@ -207,7 +218,11 @@ void multiply_panel(const GemmKernels& kernels, const PanelProduct& product,
                     nullptr,
                     0};
       set_prefetch(&tile, block.next, index, num_tiles);
-      kernels.tile(rows, tile);
+      if (product.int8_rows != nullptr)
+        multiply_int8_tile(rows, {tile, product.int8_rows + first, product.panel.column_scales,
+                                  end == product.num_pairs});
+      else
+        kernels.tile(rows, tile);
       if (end == product.num_pairs) epilogue(first, rows, tile.sums);
     }
   }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "gemm.h"
+#include "int8.h"
 #include "panels.h"
 #include "raymoe/attention.h"
 #include "raymoe/compressed_attention.h"
@@ -82,6 +83,15 @@ std::vector<Isa> supported_isas() {
 
 Isa active_isa() { return current().load(std::memory_order_relaxed); }
 
+bool has_vnni() {
+#if defined(__x86_64__)
+  static const bool found = __builtin_cpu_supports("avx512vnni");
+  return found;
+#else
+  return false;
+#endif
+}
+
 void set_isa(Isa isa) {
   if (!machine_has(isa))
     throw std::invalid_argument(std::string("this machine or build lacks instruction set '") +
@@ -115,6 +125,7 @@ RAYMOE_CHOOSE_KERNELS(GemmKernels, gemm_kernels)
 RAYMOE_CHOOSE_KERNELS(CodeKernels, code_kernels)
 RAYMOE_CHOOSE_KERNELS(GateKernels, gate_kernels)
 RAYMOE_CHOOSE_KERNELS(CodeTileKernels, code_tile_kernels)
+RAYMOE_CHOOSE_KERNELS(Int8Kernels, int8_kernels)
 RAYMOE_CHOOSE_KERNELS(StreamKernels, stream_kernels)
 RAYMOE_CHOOSE_KERNELS(ElementwiseKernels, elementwise_kernels)
 RAYMOE_CHOOSE_KERNELS(SamplingKernels, sampling_kernels)

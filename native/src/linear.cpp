@@ -6,6 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "gemm.h"
 #include "parallel.h"
@@ -74,9 +75,9 @@ struct LinearPlan {
   int64_t block_elements;  // of the copy of a worker
 };
 
-LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
+LinearPlan make_plan(const LinearProblem& problem, const PackedWeight& weight, int num_workers) {
   LinearPlan plan{};
-  const int64_t row_bytes = 2 * problem.inputs;
+  const int64_t row_bytes = 4 * weight.num_words();
   const int64_t max_rows = std::clamp<int64_t>(kBlockBytes / row_bytes, 4 * kTileRows, 256);
   plan.num_blocks = ceil_div(problem.num_rows, max_rows);
   plan.block_rows = ceil_div(problem.num_rows, plan.num_blocks);
@@ -86,7 +87,8 @@ LinearPlan make_plan(const LinearProblem& problem, int num_workers) {
   plan.num_chunks = std::min(wanted, plan.num_panels);
   // An odd row has no zero after its last input; rows 4 KiB apart evict each other from L1.
   plan.copies_rows =
-      problem.inputs % 2 != 0 || (problem.num_rows > kTileRows && problem.x_stride * 2 % 4096 == 0);
+      !weight.is_int8() && (problem.inputs % 2 != 0 ||
+                            (problem.num_rows > kTileRows && problem.x_stride * 2 % 4096 == 0));
   plan.a_stride = plan.copies_rows ? padded_stride(problem.inputs) : problem.x_stride;
   plan.block_elements = plan.copies_rows ? plan.block_rows * plan.a_stride : 0;
   return plan;
@@ -101,13 +103,34 @@ void copy_rows(const LinearProblem& problem, const bf16* x, int64_t rows, int64_
   }
 }
 
+/// Puts rows of int8 in the place of those of bfloat16; quantised once for all panels.
+const Int8Row* quantise_rows(LinearProblem* problem, Scratch* scratch) {
+  const int64_t stride = padded_stride(ceil_div(problem->inputs, 2)), rows = problem->num_rows;
+  const int64_t bytes = rows * stride * static_cast<int64_t>(sizeof(bf16));
+  char* memory = static_cast<char*>(
+      scratch->reserve(bytes + rows * static_cast<int64_t>(sizeof(Int8Row))));
+  bf16* words = reinterpret_cast<bf16*>(memory);
+  auto* found = reinterpret_cast<Int8Row*>(memory + bytes);
+  const Int8Kernels& kernels = int8_kernels();
+  for_row_ranges(rows, ceil_div(problem->inputs, 4), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      kernels.quantise(problem->x + row * problem->x_stride, problem->inputs,
+                       reinterpret_cast<int8_t*>(words + row * stride), found + row);
+  });
+  problem->x = words;
+  problem->x_stride = stride;
+  return found;
+}
+
 /// One worker's view of a launch.
 class LinearWorker {
  public:
-  LinearWorker(const LinearProblem& problem, const LinearPlan& plan, char* scratch)
+  LinearWorker(const LinearProblem& problem, const PackedWeight& weight, const LinearPlan& plan,
+               const Int8Row* int8_rows, char* scratch)
       : problem_(problem),
         plan_(plan),
-        weight_{problem.packed, problem.format, problem.outputs, problem.inputs},
+        weight_(weight),
+        int8_rows_(int8_rows),
         sums_(reinterpret_cast<float*>(scratch)),
         codes_(scratch + sums_bytes(plan)),
         copy_(reinterpret_cast<bf16*>(codes_ + kScratchBytes)) {}
@@ -144,10 +167,11 @@ class LinearWorker {
                                plan_.a_stride,
                                rows,
                                panel_of(weight_, index),
-                               num_pairs(problem_.inputs),
+                               weight_.num_words(),
                                panel_of(weight_, next).begin(),
                                sums_,
-                               codes_};
+                               codes_,
+                               int8_rows_ == nullptr ? nullptr : int8_rows_ + first};
     const int64_t column = panel * kPanelColumns;
     multiply_panel(kernels_, product, [&](int64_t row, int64_t count, const float* sums) {
       StoreTile tile{sums, problem_.bias == nullptr ? nullptr : problem_.bias + column, nullptr,
@@ -165,7 +189,8 @@ class LinearWorker {
   const GemmKernels& kernels_ = gemm_kernels();
   const LinearProblem& problem_;
   const LinearPlan& plan_;
-  const PackedWeight weight_;
+  const PackedWeight& weight_;
+  const Int8Row* int8_rows_;  // null: rows are bfloat16
   float* sums_;
   char* codes_;  // scratch
   bf16* copy_;
@@ -215,22 +240,25 @@ void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed
   });
 }
 
-void packed_linear(const LinearProblem& problem) {
-  if (problem.num_rows == 0 || problem.outputs == 0) return;
-  thread_local Scratch scratch;
+void packed_linear(const LinearProblem& given) {
+  if (given.num_rows == 0 || given.outputs == 0) return;
+  thread_local Scratch scratch, quantised;
   thread_local TaskRanges ranges;
   const auto pool = worker_pool();
-  const int64_t cycles = problem.num_groups * num_panels(problem.outputs) *
-                         num_pairs(problem.inputs) * (2 * problem.num_rows + 20);
+  LinearProblem problem = given;
+  const PackedWeight weight{problem.packed, problem.format, problem.outputs, problem.inputs};
+  const Int8Row* rows = weight.is_int8() ? quantise_rows(&problem, &quantised) : nullptr;
+  const int64_t cycles = problem.num_groups * num_panels(problem.outputs) * weight.num_words() *
+                         (2 * problem.num_rows + 20);
   const int num_workers = cycles < kInlineCycles ? 1 : pool->num_threads();
-  const LinearPlan plan = make_plan(problem, num_workers);
+  const LinearPlan plan = make_plan(problem, weight, num_workers);
   const int64_t slice = LinearWorker::scratch_bytes(plan);
   char* memory = static_cast<char*>(scratch.reserve(slice * num_workers));
   ranges.resize(num_workers);
   ranges.set_even(problem.num_groups * plan.num_blocks * plan.num_chunks);
   TaskRanges& tasks = ranges;
   const auto body = [&](int worker) {
-    LinearWorker state(problem, plan, memory + worker * slice);
+    LinearWorker state(problem, weight, plan, rows, memory + worker * slice);
     for (int64_t task; (task = tasks.take(worker)) >= 0;) state.run(task);
   };
   if (num_workers == 1)
@@ -275,6 +303,28 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeF
                  out.size(1), x.size(1), bias == nullptr ? nullptr : bias->data<bf16>(),
                  is_wide ? nullptr : out.data<bf16>(), out.stride(0),
                  is_wide ? out.data<float>() : nullptr});
+}
+
+void quantise_rows_op(const TensorView& x, const TensorView& codes, const TensorView& scales) {
+  x.expect("quantise_rows: x", DType::kBFloat16, 2);
+  codes.expect("quantise_rows: codes", DType::kInt8, 2)
+      .expect_size("quantise_rows: codes", 0, x.size(0))
+      .expect_size("quantise_rows: codes", 1, x.size(1));
+  scales.expect("quantise_rows: scales", DType::kFloat32, 1)
+      .expect_size("quantise_rows: scales", 0, x.size(0))
+      .expect_contiguous("quantise_rows: scales");
+  const int64_t inputs = x.size(1);
+  const Int8Kernels& kernels = int8_kernels();
+  for_row_ranges(x.size(0), inputs, [&](int64_t begin, int64_t end) {
+    std::vector<int8_t> row(static_cast<size_t>(ceil_div(inputs, 16) * 16));
+    for (int64_t index = begin; index < end; ++index) {
+      Int8Row found;
+      kernels.quantise(x.data<bf16>() + index * x.stride(0), inputs, row.data(), &found);
+      std::memcpy(codes.data<int8_t>() + index * codes.stride(0), row.data(),
+                  static_cast<size_t>(inputs));
+      scales.data<float>()[index] = found.scale;
+    }
+  });
 }
 
 void packed_grouped_linear_op(const TensorView& x, const TensorView& packed,

@@ -170,6 +170,8 @@ void bind_gemm(py::module_& m) {
         },
         py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"),
         py::arg("code_format") = py::none(), Guard(), "See kernels/cpu_linear.py.");
+  m.def("quantise_rows", &quantise_rows_op, py::arg("x"), py::arg("codes"), py::arg("scales"),
+        Guard(), "See kernels/cpu_linear.py.");
   m.def("packed_grouped_linear", &packed_grouped_linear_op, py::arg("x"), py::arg("packed"),
         py::arg("out"), Guard(), "See kernels/cpu_linear.py.");
   m.def("fused_experts",

@@ -3,7 +3,7 @@
 //
 // A packed matrix is, where inputs name their groups, int32 [2 * pairs] of them; then its panels.
 // A panel of 32 columns is
-//   codes   [pairs][32][2] bytes; or, of four bits, [pairs][2][16] bytes: byte b of half h holds
+//   codes   [pairs][32][2] bytes, of int8 [words][32][4]; or, of four bits, [pairs][2][16] bytes: byte b of half h holds
 //           input b % 2 of column 16 h + b / 2 below and of column 16 h + 8 + b / 2 above
 //   scales  [groups][32], or [groups][2] where 16 columns share them
 //   zeros   [groups][16] bytes: byte b holds column b below and column 16 + b above
@@ -34,7 +34,7 @@ constexpr int64_t kHalfPanel = kPanelColumns / 2;
 constexpr int kInt4Zero = 8;
 
 constexpr bool is_four_bits(CodeKind kind) {
-  return kind != CodeKind::kE4m3 && kind != CodeKind::kE4m3E8m0;
+  return kind != CodeKind::kE4m3 && kind != CodeKind::kE4m3E8m0 && kind != CodeKind::kInt8;
 }
 constexpr bool has_factors(CodeKind kind) { return kind == CodeKind::kE2m1E4m3; }
 
@@ -43,13 +43,19 @@ constexpr bool is_int4(CodeKind kind) {
 }
 
 constexpr int64_t scale_bytes(CodeKind kind) {
-  if (kind == CodeKind::kE4m3) return 4;
+  if (kind == CodeKind::kE4m3 || kind == CodeKind::kInt8) return 4;
   return is_int4(kind) ? 2 : 1;
 }
 
 /// Bytes of the codes of two inputs of all columns.
 inline int64_t pair_bytes(CodeKind kind) {
   return is_four_bits(kind) ? kPanelColumns : 2 * kPanelColumns;
+}
+
+/// Bytes of the codes of a panel.
+inline int64_t code_bytes(CodeKind kind, int64_t inputs) {
+  if (kind == CodeKind::kInt8) return ceil_div(inputs, 4) * 4 * kPanelColumns;
+  return num_pairs(inputs) * pair_bytes(kind);
 }
 
 /// Offsets in bytes.
@@ -63,7 +69,7 @@ struct CodeLayout {
   CodeLayout(const CodeFormat& format, int64_t inputs) {
     num_groups = ceil_div(inputs, format.group_size);
     scales_of_group = format.shares_scales ? 2 : kPanelColumns;
-    scales = num_pairs(inputs) * pair_bytes(format.kind);
+    scales = code_bytes(format.kind, inputs);
     zeros = scales + num_groups * scales_of_group * scale_bytes(format.kind);
     factors = zeros + (format.has_zeros ? num_groups * kHalfPanel : 0);
     panel_bytes = factors + (has_factors(format.kind) ? 4 * static_cast<int64_t>(sizeof(float)) : 0);

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU, with weights in packed panels of bfloat16 or of stored codes.
+"""Linear layers on the CPU, with weights in packed panels of bfloat16, of stored codes or of int8.
 
 O outputs, I inputs, F intermediate size of an expert, H hidden size.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.codecs import Codes, StoredMatrix, Weight, as_tensor, float_scales, row_blocks, unpack
-from raymoe.specs.weight_format import WeightFormat
+from raymoe.specs.weight_format import Int8Channel, WeightFormat
 
 _KINDS = {
     ("int4", torch.float16): "int4_float16",
@@ -66,7 +66,9 @@ class CodePacking:
 
     With AVX512-BF16, kernels look numbers up in registers and scale sums of products with them in
     float32. Other instruction sets, and matrices whose inputs name their groups, decode a block of
-    a panel before they multiply it: elements are rounded to bfloat16, subnormal ones are zero.
+    a panel before they multiply it: elements are rounded to bfloat16, subnormal ones are zero. Those
+    of int8 are not decoded: inputs are quantised instead (`quantise_rows`), and sums are exact
+    integers.
     """
 
     def __init__(self, codes: Codes) -> None:
@@ -106,6 +108,8 @@ def packing_for(stored: WeightFormat | None, out_features: int, in_features: int
 
 def _kind(codes: Codes) -> str:
     dtype = codes.scales_BG.dtype
+    if codes.kind == "int8":
+        return "int8"
     # FP8 scales of other types become float32.
     return "e4m3" if codes.kind == "e4m3" and dtype != torch.uint8 else _KINDS[codes.kind, dtype]
 
@@ -116,13 +120,45 @@ def _tensors(
     assert isinstance(weight, StoredMatrix)
     codes = unpack(weight)
     scales_BG = codes.scales_BG
-    if _kind(codes) == "e4m3":
+    if _kind(codes) in {"e4m3", "int8"}:
         scales_BG = float_scales(scales_BG)
     elif scales_BG.dtype == torch.float8_e4m3fn:
         scales_BG = scales_BG.view(torch.uint8)
     scale = 1.0 if codes.tensor_scale is None else float(codes.tensor_scale)
     factors = (1.0, scale) if codes.is_divided else (scale, 1.0)
     return codes.codes_OI, scales_BG, codes.block_rows, codes.zeros_OG, codes.order_I, *factors
+
+
+def quantise_rows(input_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to int8 as products of int8 do, and matrices for such products.
+
+    Returns:
+        round(x / scale), int8 [T, I], and the scales, float32 [T]: the largest |x| of a row / 127;
+        NaN where one is not finite.
+    """
+    input_TI = input_TI.detach().to(torch.bfloat16).contiguous()
+    codes_TI = torch.empty(input_TI.shape, dtype=torch.int8)
+    scales_T = torch.empty(len(input_TI))
+    _native.quantise_rows(input_TI, codes_TI, scales_T)
+    return codes_TI, scales_T
+
+
+def quantise_matrix(weight_OI: Tensor) -> StoredMatrix:
+    """Return a matrix in int8, with a scale for each output."""
+    codes_OI, scales_O = quantise_rows(weight_OI)
+    outputs, inputs = weight_OI.shape
+    pieces = {"codes": codes_OI, "scales": scales_O[:, None]}
+    return StoredMatrix(format=Int8Channel(), shape=(outputs, inputs), pieces=pieces)
+
+
+def joined_int8(parts: Sequence[StoredMatrix]) -> StoredMatrix:
+    """Return matrices of int8 of the same inputs as one, whose outputs are theirs in turn."""
+    pieces = {
+        "codes": torch.cat([part.pieces["codes"].view(torch.uint8) for part in parts]),
+        "scales": torch.cat([float_scales(part.pieces["scales"]) for part in parts]),
+    }
+    outputs = sum(part.shape[0] for part in parts)
+    return StoredMatrix(format=Int8Channel(), shape=(outputs, parts[0].shape[1]), pieces=pieces)
 
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes], 64-byte aligned, kept by the caller
@@ -159,7 +195,8 @@ class PackedLinear:
     """Our kernel on bfloat16 weights or codes in panels of 32 outputs.
 
     Sums are float32 in a fixed order: the bits of a row do not depend on the batch or the number of
-    threads. The error against exact arithmetic is that of one rounding to bfloat16.
+    threads. The error against exact arithmetic is that of one rounding to bfloat16; with weights of
+    int8, of arithmetic on the quantised inputs.
     """
 
     def __init__(self, weight_OI: Weight, bias_O: Tensor | None, allocate: Allocate) -> None:

@@ -171,6 +171,28 @@ class Fp8Tensor(WeightFormat):
 
 
 @dataclass(frozen=True, slots=True)
+class Int8Channel(WeightFormat):
+    """Signed int8 with one scale per row, kept as float32, for products with inputs in int8.
+
+    Source: "int-quantized" with strategy "channel" of compressed-tensors 0.20.
+    """
+
+    name: str = "int8_channel"
+
+    def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
+        return (
+            _codes(rows, columns, "I8"),
+            Piece(
+                name="scales",
+                suffix=".weight_scale",
+                shape=(rows, 1),
+                dtypes=("F32",),
+                widened=HALVES,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PackedInt4(WeightFormat):
     """INT4, eight neighbours of a row per word, one 16-bit scale per group of columns.
 

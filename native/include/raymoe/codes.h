@@ -19,6 +19,7 @@ enum class CodeKind {
   kE2m1E4m3,      // FP4; E4M3 scales times a multiplier of the matrix, over a divisor (NVFP4)
   kE4m3,          // FP8; float32 scales
   kE4m3E8m0,      // FP8; scales are powers of two (MXFP8)
+  kInt8,          // float32 scales of outputs; multiplied as they are, by rows of int8 (int8.h)
 };
 
 /// How a matrix is stored; its elements are number * scale (see gemm.h for what products round).
@@ -60,7 +61,7 @@ void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* pac
 void pack_gate_up_codes(const CodeFormat& format, const CodeSource& gate, const CodeSource& up,
                         uint8_t* packed);
 
-/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e2m1_e4m3, e4m3, e4m3_e8m0.
+/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e2m1_e4m3, e4m3, e4m3_e8m0, int8.
 CodeFormat make_code_format(const std::string& kind, int64_t group_size, bool shares_scales,
                             bool has_zeros, bool has_order);
 

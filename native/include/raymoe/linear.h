@@ -30,7 +30,8 @@ void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed
 
 /// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
 /// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not
-/// depend on the other rows or on the number of threads. Several groups, each with inputs, outputs
+/// depend on the other rows or on the number of threads. Rows that meet weights of int8 are
+/// quantised first, each by its largest input, and the sums are exact integers. Several groups, each with inputs, outputs
 /// and a bfloat16 weight of its own, have no bias; their packed weights follow one another.
 struct LinearProblem {
   const bf16* x;
@@ -63,6 +64,9 @@ int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size);
 /// format is given.
 void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeFormat* format,
                       const TensorView* bias, const TensorView& out);
+
+/// x [T, I] bfloat16 -> codes [T, I] int8 and scales [T] float32, as rows of int8 products are.
+void quantise_rows_op(const TensorView& x, const TensorView& codes, const TensorView& scales);
 
 /// x [T, G, I] -> out [T, G, O], bfloat16; packed [G * packed_bytes(O, I)].
 void packed_grouped_linear_op(const TensorView& x, const TensorView& packed,
