@@ -14,6 +14,7 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Fp8Tensor,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -117,6 +118,19 @@ def _fp8_tensor(stored: Fp8Tensor, weight: np.ndarray, scale_dtype: torch.dtype,
     codes = torch.from_numpy(weight / float(scale)).float().to(torch.float8_e4m3fn)
     exact = codes.double().numpy() * float(scale)
     return {".weight": codes, stored.scales_suffix: scale}, exact
+
+
+def _int8_channel(_stored: Int8Channel, weight: np.ndarray, scale_dtype: torch.dtype, _seed: int):
+    """In float32 to the bits of `quantise_rows`; scales of 16 bits are rounded first."""
+    largest = np.abs(weight).max(1, keepdims=True).astype(np.float32) + np.float32(1e-30)
+    scales = torch.from_numpy(largest / np.float32(127)).to(scale_dtype)
+    wide = scales.double().numpy()
+    if scale_dtype == torch.float32:
+        codes = np.round(weight.astype(np.float32) * (np.float32(127) / largest))
+    else:
+        codes = np.clip(np.round(weight / wide), -128, 127)
+    tensors = {".weight": torch.from_numpy(codes).to(torch.int8), ".weight_scale": scales}
+    return tensors, codes * wide
 
 
 def _groups(columns: int, size: int, *, is_ordered: bool, seed: int) -> np.ndarray:
@@ -243,6 +257,7 @@ _MAKERS: dict[type[WeightFormat], Callable] = {
     Fp8Block: _fp8_block,
     Fp8Channel: _fp8_channel,
     Fp8Tensor: _fp8_tensor,
+    Int8Channel: _int8_channel,
     PackedInt4: _packed,
     Gptq: _gptq,
     Awq: _awq,

@@ -428,7 +428,8 @@ class DummyWeights:
         if piece.name == "order":  # all columns in the first group
             return torch.zeros(piece.shape, dtype=dtype)
         width = (*piece.shape[:-1], piece.shape[-1] * dtype.itemsize)
-        return self._drawn(self._codes, name + piece.suffix, width).view(dtype)
+        drawn = self._drawn(self._codes, name + piece.suffix, width)
+        return (drawn - LARGEST_CODE // 2 if dtype == torch.int8 else drawn).view(dtype)
 
 
 def start_of(name: str) -> int:

@@ -33,6 +33,7 @@ from raymoe.kernels.cpu_linear import (
     PackedGroups,
     PlainLinear,
     SideBySide,
+    joined_int8,
     make_linear,
     multiply_groups,
     packed_groups_bytes,
@@ -76,7 +77,7 @@ from raymoe.specs.model import (
     MoeSpec,
     RecurrentSpec,
 )
-from raymoe.specs.weight_format import WeightFormat
+from raymoe.specs.weight_format import Int8Channel, WeightFormat
 from raymoe.specs.weight_names import model_weights
 
 Reduce = Callable[[Tensor], Tensor]
@@ -279,6 +280,12 @@ class Loader:
 
     def _side_by_side(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None) -> Linear:
         is_packed = packed_linear_is_used(self.dtype)
+        matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
+        is_int8 = all(isinstance(matrix.format, Int8Channel) for matrix in matrices)
+        if is_packed and is_int8 and len(matrices) == len(weights) > 1:
+            # Inputs are quantised once.
+            bias_O = None if biases is None else torch.cat(list(biases))
+            return make_linear(joined_int8(matrices), bias_O, self._allocate, self.dtype)
         parts = [
             make_linear(
                 self._matrix([weight], is_packed=is_packed),
@@ -506,7 +513,12 @@ class _ArenaPlan:
 
     def _linear(self, names: Sequence[str], outputs: int, inputs: int) -> int:
         weights = [f"{name}.weight" for name in names]
-        if any(self._format(name) for name in weights):
+        formats = [self._format(name) for name in weights]
+        if packed_linear_is_used(self._dtype) and all(
+            isinstance(each, Int8Channel) for each in formats
+        ):
+            return _aligned(packed_linear_bytes(outputs, inputs, formats[0]))
+        if any(formats):
             return sum(self._part(name) for name in weights)
         if packed_linear_is_used(self._dtype):
             return _aligned(packed_linear_bytes(outputs, inputs))

@@ -1,5 +1,6 @@
 """A model's computation and weight storage, as pure data."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,9 +58,9 @@ from raymoe.specs.layers import (
     StatefulSpec,
 )
 from raymoe.specs.ngram_config import ngram_layers
-from raymoe.specs.quantization import Quantization, parse_quantization
+from raymoe.specs.quantization import Quantization, name_or_expression, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
-from raymoe.specs.weight_format import PLAIN_FORMATS, Fp8Block, WeightFormat
+from raymoe.specs.weight_format import PLAIN_FORMATS, Fp8Block, Int8Channel, WeightFormat
 
 __all__ = [
     "OVERFLOWS_IN_FLOAT16",
@@ -314,6 +315,22 @@ class ModelSpec:
             logits_divisor=1.0,
             logit_softcap=None,
         )
+
+    def with_int8(self, plain: Iterable[str] = ()) -> Self:
+        """This model with matrices in int8 in memory, and a head of its own.
+
+        Args:
+            plain: Parts of names of modules whose matrices stay as they are, besides those that no
+                method quantises.
+        """
+        patterns = [f"re:.*{re.escape(part)}.*" for part in plain]
+        int8 = Quantization(
+            method="int8",
+            format=Int8Channel(),
+            excluded=tuple(map(name_or_expression, patterns)),
+            is_head_plain=False,
+        )
+        return replace(self, quantization=int8, tie_word_embeddings=False)
 
     def with_state_dtype(self, state_dtype: str) -> Self:
         """This model with states of another type in memory; one without states stays."""

@@ -22,6 +22,7 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Fp8Tensor,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -440,6 +441,8 @@ def _compressed_tensors(config: Config) -> Quantization:
         {"targets": (["Linear"],), "output_activations": (None,), "format": (None, layout)},
         {"weights", "input_activations"},
     )
+    if layout == "int-quantized":
+        _check_int8_activations(group.get("input_activations"))
     names = _names(config, "ignore")
     return Quantization(
         method="compressed-tensors",
@@ -464,6 +467,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "pack-quantized": _Layout(4, "int", ("group", "channel")),
     "float-quantized": _Layout(8, "float", ("channel", "block", "tensor")),
     "naive-quantized": _Layout(8, "float", ("channel", "block", "tensor")),
+    "int-quantized": _Layout(8, "int", ("channel",)),
     "mxfp8-quantized": _Layout(
         8, "float", ("group",), (None, "torch.uint8", "uint8"), MXFP8_COLUMNS
     ),
@@ -496,6 +500,8 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
     }
     if layout in _MICRO_FORMATS:
         accepted |= {"group_size": (wanted.group_size,), "symmetric": (True, None)}
+    if layout == "int-quantized":
+        accepted["symmetric"] = (True, None)
     _check(weights, accepted, _WEIGHTS_FIELDS)
     strategy = weights.get("strategy")
     if strategy is None:
@@ -511,9 +517,28 @@ def _weights_format(weights: object, layout: str) -> WeightFormat:
             has_zero_points=weights.get("symmetric") is False,
             has_order=weights.get("actorder") == "group",
         )
+    if layout == "int-quantized":
+        return Int8Channel()
     if strategy == "tensor":
         return Fp8Tensor()
     return Fp8Channel() if strategy == "channel" else Fp8Block(scales_suffix=".weight_scale")
+
+
+def _check_int8_activations(activations: object) -> None:
+    """Accept rows of int8 with scales of their own, as products of int8 have them."""
+    if not isinstance(activations, Mapping):
+        raise _refusal("input_activations", activations, ("int8 for each token (W8A8)",))
+    accepted: dict[str, tuple[object, ...]] = {
+        "num_bits": (8,),
+        "type": ("int",),
+        "strategy": ("token",),
+        "dynamic": (True,),
+        "symmetric": (True, None),
+        "scale_dtype": (None,),
+        "zp_dtype": (None, "torch.int8"),
+        "actorder": (None,),
+    }
+    _check(activations, accepted, _WEIGHTS_FIELDS)
 
 
 class Method(NamedTuple):
@@ -538,7 +563,7 @@ METHODS: Mapping[str, Method] = {
     "compressed-tensors": Method(
         "INT4 by groups or rows (pack-quantized), FP8 by blocks, rows or matrices "
         "(float-quantized) or 32 elements (mxfp8-quantized), FP4 by 16 elements "
-        "(nvfp4-pack-quantized)",
+        "(nvfp4-pack-quantized), int8 by rows with inputs of int8 (int-quantized, W8A8)",
         _compressed_tensors,
     ),
 }

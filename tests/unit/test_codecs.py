@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
-from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.naive_quantized.base import (
+    FloatQuantizationCompressor,
+    IntQuantizationCompressor,
+)
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -21,6 +24,7 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Fp8Tensor,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -37,6 +41,7 @@ FORMATS = [
     Fp8Block(),
     Fp8Channel(),
     Fp8Tensor(),
+    Int8Channel(),
     PackedInt4(32),
     PackedInt4(0),
     PackedInt4(16, has_zero_points=True),
@@ -95,7 +100,12 @@ def scrambled(stored: WeightFormat, rows: int, columns: int, seed: int) -> Store
             return torch.tensor([rows, columns])
         size = (*piece.shape[:-1], piece.shape[-1] * piece.item_bytes)
         bits = torch.randint(0, 256, size, generator=generator).byte()
-        types = {"I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+        types = {
+            "I32": torch.int32,
+            "U8": torch.uint8,
+            "I8": torch.int8,
+            "F8_E4M3": torch.float8_e4m3fn,
+        }
         return bits.view(types[piece.dtypes[0]])
 
     return StoredMatrix(
@@ -157,6 +167,20 @@ def test_fp8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, 
         "weight_scale": quantised.tensors[".weight_scale"],
     }
     theirs = decompressed(FloatQuantizationCompressor, state, arguments)
+    assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
+
+
+@settings(max_examples=8)
+@random_seeds
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_int8_channels_are_those_of_compressed_tensors(scale_dtype: torch.dtype, seed: int) -> None:
+    quantised = make(Int8Channel(), seed, scale_dtype)
+    arguments = QuantizationArgs(num_bits=8, type="int", strategy="channel")
+    state = {
+        "weight": quantised.tensors[".weight"],
+        "weight_scale": quantised.tensors[".weight_scale"],
+    }
+    theirs = decompressed(IntQuantizationCompressor, state, arguments)
     assert torch.equal(as_tensor(quantised.matrix, scale_dtype), theirs)
 
 
@@ -347,7 +371,7 @@ def test_a_stored_matrix_has_the_bytes_of_its_format(stored: WeightFormat) -> No
     widened = sum(
         tensor.numel() * 2
         for name, tensor in matrix.pieces.items()
-        if name == "scales" and isinstance(stored, Fp8Block | Fp8Channel | Fp8Tensor)
+        if name == "scales" and isinstance(stored, Fp8Block | Fp8Channel | Fp8Tensor | Int8Channel)
     )  # made here with 16 bits, kept with 32
     assert matrix.num_bytes + widened == stored.matrix_bytes(64, 128)
 

@@ -26,6 +26,7 @@ from raymoe.specs.weight_format import (
     Fp8Channel,
     Fp8Tensor,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -104,6 +105,29 @@ def floats(**weights: Any) -> dict[str, Any]:
 
 
 CHANNELS = floats(strategy="channel")
+
+
+def int8(activations: Any = (), **weights: Any) -> dict[str, Any]:
+    """W8A8 as llm-compressor writes it: RedHatAI/Qwen2.5-7B-Instruct-quantized.w8a8."""
+    common = {
+        "actorder": None, "block_structure": None, "group_size": None, "num_bits": 8,
+        "observer_kwargs": {}, "symmetric": True, "type": "int",
+    }  # fmt: skip
+    of_tokens = common | {"dynamic": True, "observer": None, "strategy": "token"}
+    of_rows = common | {"dynamic": False, "observer": "minmax", "strategy": "channel"} | weights
+    found = None if activations is None else of_tokens | dict(activations)
+    group = GROUP | {"input_activations": found, "output_activations": None, "weights": of_rows}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "int-quantized",
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
 BLOCKS = floats(strategy="block", block_structure=[128, 128])
 
 # RedHatAI/Qwen3-30B-A3B-NVFP4
@@ -197,6 +221,7 @@ def read(config: Any) -> Quantization:
             {ATTENTION, LATENT, SHARED, EXPERT, DENSE},
         ),
         (CHANNELS, Fp8Channel(), {EXPERT}),
+        (int8(), Int8Channel(), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
         (
             GPTQ,
             Gptq(128),
@@ -454,6 +479,14 @@ def weights(**fields: Any) -> dict[str, Any]:
         (floats(strategy="block", block_structure=[64, 128]), r"block_structure = \[64, 128\]"),
         (floats(strategy="block"), "block_structure = None"),
         (floats(strategy="attn_head"), "strategy = 'attn_head'"),
+        (int8(None), "input_activations = None.*int8 for each token"),
+        (int8({"dynamic": False}), "dynamic = False"),
+        (int8({"strategy": "tensor"}), "strategy = 'tensor'"),
+        (int8({"symmetric": False}), "symmetric = False"),
+        (int8({"num_bits": 4}), "num_bits = 4"),
+        (int8(symmetric=False), "symmetric = False"),
+        (int8(strategy="tensor"), "strategy = 'tensor'"),
+        (int8(num_bits=4), "num_bits = 4"),
         (AWQ | {"backend": "llm-awq"}, "backend = 'llm-awq'"),
         (GPTQ | {"data_type": "fp"}, "data_type = 'fp'"),
     ],

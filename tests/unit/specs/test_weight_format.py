@@ -13,6 +13,7 @@ from raymoe.specs.weight_format import (
     Fp8Block,
     Fp8Channel,
     Gptq,
+    Int8Channel,
     Mxfp4,
     Mxfp8,
     Nvfp4,
@@ -47,6 +48,14 @@ def test_fp8_channels_take_a_scale_for_each_row(seed: int) -> None:
     weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     kept = num_bytes(weight, torch.empty(rows, 1, dtype=torch.float32))
     assert Fp8Channel().matrix_bytes(rows, columns) == kept
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_int8_takes_a_byte_for_each_element_and_a_scale_for_each_row(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, columns = rng.randrange(1, 700), rng.randrange(1, 700)
+    weight = torch.empty(rows, columns, dtype=torch.int8)
+    assert Int8Channel().matrix_bytes(rows, columns) == num_bytes(weight, torch.empty(rows, 1))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
