@@ -36,6 +36,7 @@ MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPUTE_DTYPES = ("auto", "int8")
 STATE_DTYPES = ("float32", "bfloat16")
 HEADS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
@@ -226,6 +227,10 @@ class EngineConfig:
 
     Attributes:
         dtype: Type of the computation; "auto" is the checkpoint's.
+        compute_dtype: Type of the operands of products with weights; "auto" is `dtype`, and int8
+            where a checkpoint says so (W8A8). "int8" quantises a bfloat16 model while it is loaded,
+            a scale for each output of a matrix and each row of inputs: about half the memory of the
+            weights and faster, but results are no longer those of the model. For the device "cpu".
         kv_dtype: Type of the KV cache; "auto" is `dtype`.
         state_dtype: Type in memory of the states of linear attention, "float32" or "bfloat16". The
             latter halves the memory of a sequence and what decoding reads and writes of it, but
@@ -276,6 +281,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    compute_dtype: str = "auto"
     tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
@@ -303,6 +309,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
+        _choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        if self.compute_dtype == "int8":
+            _check_int8(self.dtype, self.device)
         _choice("kv_dtype", self.kv_dtype, DTYPES)
         _choice("state_dtype", self.state_dtype, STATE_DTYPES)
         _choice("device", self.device, DEVICES)
@@ -430,6 +439,19 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     if not low <= real <= high:
         raise ConfigError(f"{name} is {_shown(value)}; it must be {low:g} to {high:g}")
     return real
+
+
+def _check_int8(dtype: str, device: str) -> None:
+    if device != "cpu":
+        raise ConfigError(
+            f"compute_dtype is 'int8', but the device is {device!r}; cores alone multiply int8: "
+            "add device='cpu', or leave compute_dtype out"
+        )
+    if dtype not in {"auto", "bfloat16"}:
+        raise ConfigError(
+            f"compute_dtype is 'int8', but dtype is {dtype!r}; all else is computed in bfloat16: "
+            "leave dtype out, or compute_dtype"
+        )
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:

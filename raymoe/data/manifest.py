@@ -47,6 +47,7 @@ class Manifest:
         max_model_len: Limit given by the user; None is the model's.
         on_too_long: What happens to long prompts.
         split_special_tokens: Whether texts of rows have no special tokens.
+        compute_dtype: Operands of products with weights, as `EngineConfig` has them.
         chat_template_kwargs: Of rows of messages that have none of their own.
         task: Options of a task besides generation; empty for generation.
     """
@@ -67,6 +68,7 @@ class Manifest:
     max_model_len: int | None
     on_too_long: str
     split_special_tokens: bool = False
+    compute_dtype: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class Manifest:
             max_model_len=config.max_model_len,
             on_too_long=config.on_too_long,
             split_special_tokens=config.split_special_tokens,
+            compute_dtype=config.compute_dtype,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
             task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
         )
@@ -108,8 +111,11 @@ class Manifest:
         plain = dataclasses.asdict(self)
         for name in (*_FOR_PEOPLE, "revision"):
             del plain[name]
-        if not self.split_special_tokens:  # as before there was the option
+        # As before there were these options.
+        if not self.split_special_tokens:
             del plain["split_special_tokens"]
+        if self.compute_dtype == "auto":
+            del plain["compute_dtype"]
         return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
 
     def differences(self, now: "Manifest") -> list[str]:

@@ -546,6 +546,8 @@ def plan_actor(
     if given is None or not (Path(model_source) / "config.json").is_file():
         return None
     spec = ModelSpec.from_directory(model_source).with_state_dtype(config.state_dtype)
+    if config.compute_dtype == "int8" and spec.quantization is None:
+        spec = spec.with_int8()
     dtype = dtype_of(spec, config)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     if config.host_memory_bytes is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymoe._native import active_isa
 from raymoe.config import EngineConfig, SamplingParams, Settings
 from raymoe.device.find_gpu import check_cuda, half_dtype, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
@@ -48,6 +49,7 @@ from raymoe.errors import (
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
+from raymoe.memory.int8_weights import Int8Weights, int8_model
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weights import DummyWeights, WatchedWeights, Weights, WeightStore
@@ -59,6 +61,7 @@ from raymoe.specs.config import HeadKind
 from raymoe.specs.differences import differences_from_others, differences_of
 from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
+from raymoe.specs.weight_format import Int8Channel
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +163,7 @@ def _load_parts(
     try:
         weights = open_weights(spec, directory, config)
         spec = _with_table_dtype(spec, weights)
+        spec, weights = _with_int8(spec, weights, config, device)
         on_host = None
         if device != "cpu" and config.may_leave_gpu_idle:
             on_host = dataclasses.replace(config, device="cpu")
@@ -368,6 +372,31 @@ def _with_dtype(
         stacklevel=2,
     )
     return dataclasses.replace(config, dtype="float16")
+
+
+def _with_int8(
+    spec: ModelSpec, weights: Weights, config: EngineConfig, device: str
+) -> tuple[ModelSpec, Weights]:
+    """The model and its weights in int8, if the configuration asks for it.
+
+    Raises:
+        ConfigError: The device, the type of the model or these cores have no products of int8.
+    """
+    is_stored = spec.quantization is not None and isinstance(spec.quantization.format, Int8Channel)
+    if is_stored and device != "cpu":
+        raise ConfigError(
+            f"{spec.name} has weights and activations in int8 (W8A8), which cores alone multiply; "
+            "add device='cpu'"
+        )
+    if config.compute_dtype != "int8":
+        return spec, weights
+    if not packed_linear_is_used(_dtype(config, weights)):
+        raise ConfigError(
+            f"compute_dtype is 'int8', but the model computes in {_dtype(config, weights)} on "
+            f"{active_isa()} cores; it takes dtype='bfloat16' and cores with AVX2"
+        )
+    int8 = int8_model(spec)
+    return (spec, weights) if is_stored else (int8, Int8Weights(weights, spec, int8))
 
 
 def _dtype(config: EngineConfig, weights: Weights) -> torch.dtype:

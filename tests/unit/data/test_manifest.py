@@ -37,6 +37,8 @@ def test_a_manifest_comes_back_from_its_file_and_agrees_with_itself(tmp_path):
         (made(engine=EngineConfig(kv_dtype="float16")), "kv_dtype was 'bfloat16', is 'float16'"),
         (made(engine=EngineConfig(state_dtype="bfloat16")),
          "state_dtype was 'float32', is 'bfloat16'"),
+        (made(engine=EngineConfig(compute_dtype="int8", device="cpu")),
+         "compute_dtype was 'auto', is 'int8'"),
         (made(engine=EngineConfig(on_too_long="truncate_left")), "on_too_long was 'error'"),
         (made(engine=EngineConfig(split_special_tokens=True)),
          "split_special_tokens was False, is True"),

@@ -194,6 +194,17 @@ def model(tmp_path):
     return tmp_path
 
 
+def test_weights_in_int8_take_half_the_memory_of_an_actor(model):
+    config = EngineConfig(
+        hardware=dataclasses.replace(RATES, host_memory_bytes=8 << 30), device="cpu"
+    )
+    int8 = dataclasses.replace(config, compute_dtype="int8")
+    sizes = [
+        plan_actor(model, each, None).plan.footprint.bytes_of("weights") for each in (config, int8)
+    ]
+    assert 0.5 < sizes[1] / sizes[0] < 0.52
+
+
 def on_a_node(monkeypatch, num_gpus):
     cluster = Cluster(num_nodes=1, num_cpus=32, num_gpus=num_gpus, memory_bytes=32 * GIB)
     monkeypatch.setattr(Cluster, "connected", staticmethod(lambda *_: cluster))
