@@ -66,9 +66,8 @@ class CodePacking:
 
     With AVX512-BF16, kernels look numbers up in registers and scale sums of products with them in
     float32. Other instruction sets, and matrices whose inputs name their groups, decode a block of
-    a panel before they multiply it: elements are rounded to bfloat16, subnormal ones are zero. Those
-    of int8 are not decoded: inputs are quantised instead (`quantise_rows`), and sums are exact
-    integers.
+    a panel before they multiply it: elements are rounded to bfloat16, subnormal ones are zero.
+    int8 is not decoded: inputs are quantised instead (`quantise_rows`), and sums are exact.
     """
 
     def __init__(self, codes: Codes) -> None:
