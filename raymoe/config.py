@@ -37,6 +37,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COMPUTE_DTYPES = ("auto", "int8")
+KV_DTYPES = (*DTYPES, "int8")
 STATE_DTYPES = ("float32", "bfloat16")
 HEADS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
@@ -45,6 +46,15 @@ ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
 
 
 Options = TypeVar("Options")
+
+
+def check_kv_dtype(kv_dtype: str, device: str) -> None:
+    """Raise `ConfigError` for a type of KV cache that the device's kernels do not read."""
+    if kv_dtype == "int8" and device in {"cuda", "emulated"}:
+        raise ConfigError(
+            f"kv_dtype is 'int8', which is read by the cores alone, and the device {device!r}; "
+            "set device='cpu', or leave kv_dtype at 'auto'"
+        )
 
 
 def refuses_unknown(where: str) -> Callable[[type[Options]], type[Options]]:
@@ -231,7 +241,9 @@ class EngineConfig:
             where a checkpoint says so (W8A8). "int8" quantises a bfloat16 model while it is loaded,
             a scale for each output of a matrix and each row of inputs: about half the memory of the
             weights and faster, but results are no longer those of the model. For the device "cpu".
-        kv_dtype: Type of the KV cache; "auto" is `dtype`.
+        kv_dtype: Type of the KV cache; "auto" is `dtype`. "int8" rounds keys and values of each
+            token and head to 255 steps of a common factor, on the device "cpu": about half the
+            memory of a token, and of what decoding reads, for results that differ a little.
         state_dtype: Type in memory of the states of linear attention, "float32" or "bfloat16". The
             latter halves the memory of a sequence and what decoding reads and writes of it, but
             rounds a state after each step, so that tokens depend on the steps that a row is
@@ -312,9 +324,10 @@ class EngineConfig:
         _choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.compute_dtype == "int8":
             _check_int8(self.dtype, self.device)
-        _choice("kv_dtype", self.kv_dtype, DTYPES)
+        _choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _choice("state_dtype", self.state_dtype, STATE_DTYPES)
         _choice("device", self.device, DEVICES)
+        check_kv_dtype(self.kv_dtype, self.device)
         _choice("head", self.head, HEADS)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("on_too_long", self.on_too_long, ON_TOO_LONG)

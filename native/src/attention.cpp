@@ -46,23 +46,69 @@ inline fp16 convert<fp16, fp16>(fp16 x) {
   return x;
 }
 
+/// Puts numbers into a cache of another type.
+template <typename Q, typename C>
+class Rounding {
+ public:
+  Rounding(const Q*, int64_t, float*) {}
+  C operator()(Q x) const { return convert<C>(x); }
+};
+
+/// Integers from -127 to 127, the largest number one of them, and their common factor. Zero where
+/// all are too small to have one; where a number is not finite the factor is NaN.
+template <typename Q>
+class Rounding<Q, int8_t> {
+ public:
+  Rounding(const Q* row, int64_t dim, float* scale) {
+    constexpr uint32_t kInfinity = 0x7f800000u;
+    uint32_t bits = 0;  // of the largest magnitude: they have the order of the numbers, then of NaN
+    for (int64_t d = 0; d < dim; ++d) bits = std::max(bits, bits_of(to_float(row[d])) & ~kSign);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const bool is_finite = bits < kInfinity;
+    const bool is_zero = is_finite && largest < kMax * std::numeric_limits<float>::min();
+    *scale = is_zero ? 0 : largest / kMax;
+    if (!is_finite) *scale = std::numeric_limits<float>::quiet_NaN();
+    inverse_ = is_finite && !is_zero ? kMax / largest : 0;
+  }
+  int8_t operator()(Q x) const {
+    // The last bits of the sum are those of the number, rounded to nearest even.
+    return inverse_ == 0 ? int8_t{0} : static_cast<int8_t>(bits_of(to_float(x) * inverse_ + kWhole));
+  }
+
+ private:
+  static constexpr float kMax = 127, kWhole = 12582912;  // 1.5 * 2^23
+  static constexpr uint32_t kSign = 0x80000000u;
+
+  static uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+  }
+
+  float inverse_;
+};
+
 /// Tokens [begin, end) of the task into rows row, row + 1, ... of one block.
 template <typename Q, typename C>
 void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row, C* keys,
                  C* values) {
   constexpr int64_t pair = kPair<C>;
   const int64_t dim = task.head_dim, value_dim = task.value_dim;
+  [[maybe_unused]] float* scales = reinterpret_cast<float*>(values + kBlockTokens * value_dim);
   for (int64_t token = begin; token < end; ++token, ++row) {
     const Q* key = static_cast<const Q*>(task.key) + token * task.key_stride;
     const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
+    const Rounding<Q, C> key_rounding(key, dim, scales + row);
+    const Rounding<Q, C> value_rounding(value, value_dim, scales + kBlockTokens + row);
     C* key_out = keys + row * pair;
     for (int64_t d = 0; d < dim; d += pair)
-      for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = convert<C>(key[d + p]);
+      for (int64_t p = 0; p < pair; ++p) key_out[d * kBlockTokens + p] = key_rounding(key[d + p]);
     for (int64_t column = 0; column < value_dim; column += kValueColumns) {
       C* value_out = values + value_offset(row, column, value_dim, pair);
       const int64_t end_column = std::min(value_dim, column + kValueColumns);
       for (int64_t d = column; d < end_column; ++d, value_out += pair)
-        *value_out = convert<C>(value[d]);
+        *value_out = value_rounding(value[d]);
     }
   }
 }
@@ -70,7 +116,8 @@ void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row
 template <typename Q, typename C>
 void append_tokens(const AppendTask& task) {
   const int64_t key_size = kBlockTokens * task.head_dim;
-  const int64_t size = key_size + kBlockTokens * task.value_dim;
+  const int64_t elements = key_size + kBlockTokens * task.value_dim;
+  const int64_t num_bytes = elements * int64_t{sizeof(C)} + (kIsScaled<C> ? kScaleBytes : 0);
   int64_t token = 0;
   while (token < task.num_tokens) {
     const int64_t position = task.first_position + token;
@@ -79,7 +126,7 @@ void append_tokens(const AppendTask& task) {
     C* keys =
         static_cast<C*>(task.cache) + task.block_table[position / kBlockTokens] * task.block_stride;
     if (row == 0 && end - token < kBlockTokens)
-      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(size) * sizeof(C));
+      std::memset(static_cast<void*>(keys), 0, static_cast<size_t>(num_bytes));
     write_block<Q, C>(task, token, end, row, keys, keys + key_size);
     token = end;
   }
@@ -94,6 +141,8 @@ AppendFunction append_of(DType cache) {
       return append_tokens<Q, fp16>;
     case DType::kBFloat16:
       return append_tokens<Q, bf16>;
+    case DType::kInt8:
+      return append_tokens<Q, int8_t>;
     default:
       return nullptr;
   }
@@ -102,9 +151,9 @@ AppendFunction append_of(DType cache) {
 /// The function for keys of type `query` and a cache of type `cache`; null if unsupported.
 AppendFunction append_function(DType query, DType cache) {
   if (query == DType::kFloat32) return append_of<float>(cache);
-  if (query != cache) return nullptr;
-  if (query == DType::kFloat16) return append_tokens<fp16, fp16>;
-  if (query == DType::kBFloat16) return append_tokens<bf16, bf16>;
+  if (query != cache && cache != DType::kInt8) return nullptr;
+  if (query == DType::kFloat16) return append_of<fp16>(cache);
+  if (query == DType::kBFloat16) return append_of<bf16>(cache);
   return nullptr;
 }
 
@@ -289,7 +338,9 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   check_tokens(query, "query", query, dim);
   check_tokens(key, "key", query, dim);
   check_tokens(value, "value", query, value_dim);
-  const int64_t kv_heads = key.size(1), block_size = kBlockTokens * (dim + value_dim);
+  const int64_t kv_heads = key.size(1);
+  const int64_t scales = cache.dtype() == DType::kInt8 ? kScaleBytes : 0;
+  const int64_t block_size = kBlockTokens * (dim + value_dim) + scales;
   value.expect_size("attention: value", 1, kv_heads);
   if (kv_heads < 1 || query.size(1) < 1 || query.size(1) % kv_heads != 0)
     refuse_attention("query has " + std::to_string(query.size(1)) +
@@ -297,7 +348,8 @@ void check_query_and_cache(const TensorView& query, const TensorView& key, const
   cache.expect_rank("attention: cache", 3);
   if (append_function(query.dtype(), cache.dtype()) == nullptr)
     refuse_attention(std::string("query has dtype ") + dtype_name(query.dtype()) + " and cache " +
-                     dtype_name(cache.dtype()) + "; they must be equal, or query float32");
+                     dtype_name(cache.dtype()) +
+                     "; they must be equal, or query float32, or the cache int8");
   cache.expect_size("attention: cache", 1, kv_heads);
   cache.expect_size("attention: cache", 2, block_size);
   if (cache.num_elements() > 0 && (cache.stride(2) != 1 || cache.stride(1) != block_size))
@@ -310,7 +362,9 @@ void check_out(const TensorView& query, const TensorView& value, const TensorVie
   out.expect_size("attention: out", 1, query.size(1) * value.size(2));
 }
 
-int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kInt8 ? 1 : 2;
+}
 
 void set_memory(Call& call, const TensorView& query, const TensorView& key,
                 const TensorView& value, const TensorView& cache) {

@@ -8,7 +8,11 @@
 #include "raymoe/attention.h"
 
 #if defined(__AVX2__)
+#include "attention_prefetch.h"
 #include "attention_vector.h"
+#if defined(__AVX512VNNI__)
+#include "attention_bytes.h"
+#endif
 #else
 #include <algorithm>
 #include <cmath>
@@ -29,14 +33,17 @@ struct WideDot {
   using C = Cache;
   using A = float;
 
-  static void store_weights(A* to, Vector::Reg x) { Vector::store(to, x); }
+  using Weight = float;
+  static constexpr int kMaxRows = Vector::kMaxRows;
+
+  static void store_weights(Weight* to, Vector::Reg x) { Vector::store(to, x); }
 
   /// acc += one row of pairs of the cache times the matching pair of each row of `a`.
   template <int kRows, int kCols>
   static inline __attribute__((always_inline)) void multiply_add(
       Vector::Reg (&acc)[kRows][kCols], const A* a, int64_t a_stride, const C* b, bool half) {
     constexpr int pair = static_cast<int>(kPair<C>);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int p = 0; p < pair; ++p) {
       Vector::Reg wide[kCols];
 #pragma GCC unroll 4
@@ -67,25 +74,6 @@ struct Product {
   const char* const* path;  // of the first matrix; null prefetches nothing
 };
 
-// A chunk reads its cache in a fixed order, the path, kept in pages of this size.
-constexpr int64_t kPageBytes = 4096;
-
-constexpr int64_t pages_of(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
-
-// How many pages ahead of the current line lines are prefetched. Several, because processors drop
-// prefetches while their queue is full: a line lost at one distance has another chance at the next.
-// On a Zen 4 core one distance reads 20 GB/s of 32 possible, two 23, three 25, four 27.
-constexpr int64_t kPagesAhead[] = {12, 6, 3, 1};
-constexpr int64_t kMaxPagesAhead = kPagesAhead[0];
-
-/// To the second-level cache: what lies ahead is as large as the first.
-inline void prefetch_ahead(const char* const* path, int64_t offset, int64_t bytes) {
-  path += offset / kPageBytes;
-  offset %= kPageBytes;
-  for (int64_t pages : kPagesAhead)
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(path[pages] + offset + i, _MM_HINT_T1);
-}
-
 /// Columns [column, column + kCols vectors) for kRows rows. Not inlined: constants that the
 /// compiler keeps in registers across it would make the accumulators spill (30 % slower).
 template <typename Dot, int kRows, int kCols, bool kPrefetch>
@@ -111,10 +99,11 @@ __attribute__((noinline)) void multiply_columns(const Product<Dot>& product, int
   for (int64_t matrix = 0; matrix < product.num_matrices; ++matrix) {
     const typename Dot::C* b = product.matrices[matrix] + column * pair;
     const char* const* path = product.path + matrix * pages_of(matrix_bytes);
-    for (int64_t k = 0; k < product.depth; ++k, a += pair, b += b_stride) {
-      if constexpr (kPrefetch) prefetch_ahead(path, done_bytes + k * row_bytes, row_bytes);
+    for_each_row<kPrefetch, row_bytes>(path, done_bytes, product.depth, [&]() RAYMOE_INLINE {
       Dot::multiply_add(acc, a, product.a_stride, b, half);
-    }
+      a += pair;
+      b += b_stride;
+    });
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
@@ -162,12 +151,22 @@ struct Chunk {
   int64_t first_block;
   int64_t num_blocks;
   const char* const* path;  // keys of the blocks, then each tile of values of the blocks; or null
+  // Where the cache is scaled, the factors of its tokens.
+  alignas(64) float key_scales[kChunkTokens];
+  alignas(64) float value_scales[kChunkTokens];
 };
 
-/// Weights of one row from its scores; returns the factor of everything summed before.
+/// scores *= scales, by token.
+inline void scale_row(float* scores, const float* scales, int64_t count) {
+  for (int64_t i = 0; i < count; i += Vector::kLanes)
+    Vector::store(scores + i, Vector::mul(Vector::load(scores + i), Vector::load(scales + i)));
+}
+
+/// Weights of one row from its scores, times the factors of values where the cache is scaled;
+/// returns the factor of everything summed before.
 template <typename Dot>
 inline float softmax_row(const float* scores, int64_t count, float scale, float* max, float* sums,
-                         typename Dot::A* weights) {
+                         const float* value_scales, typename Dot::Weight* weights) {
   constexpr int64_t lanes = Vector::kLanes;
   Vector::Reg top = Vector::load(scores);
   for (int64_t i = lanes; i < count; i += lanes) top = Vector::max(top, Vector::load(scores + i));
@@ -180,9 +179,10 @@ inline float softmax_row(const float* scores, int64_t count, float scale, float*
   const Vector::Reg references = Vector::set1(reference);
   Vector::Reg sum = Vector::mul(Vector::load(sums), factor);
   for (int64_t i = 0; i < count; i += lanes) {
-    const Vector::Reg weight =
-        Vector::exp2(Vector::fms(Vector::load(scores + i), scales, references));
+    Vector::Reg weight = Vector::exp2(Vector::fms(Vector::load(scores + i), scales, references));
     sum = Vector::add(sum, weight);
+    if constexpr (kIsScaled<typename Dot::C>)
+      weight = Vector::mul(weight, Vector::load(value_scales + i));
     Dot::store_weights(weights + i, weight);
   }
   Vector::store(sums, sum);
@@ -209,7 +209,7 @@ struct Range {
 };
 
 /// scores[kRows][kChunkTokens] = Q K^T for rows [row, row + kRows).
-template <typename Dot, int kRows>
+template <int kRows, typename Dot>
 void score_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row, Range range,
                 float* scores) {
   using C = typename Dot::C;
@@ -231,9 +231,9 @@ void score_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row,
 }
 
 /// out = factors * out + P V for rows [row, row + kRows).
-template <typename Dot, int kRows>
+template <int kRows, typename Dot>
 void add_values(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row, Range range,
-                const typename Dot::A* weights, const float* factors) {
+                const typename Dot::Weight* weights, const float* factors) {
   using C = typename Dot::C;
   const int64_t dim = work.tile.shape->value_dim;
   const int64_t key_pages = pages_of(work.tile.shape->values_begin() * sizeof(C));
@@ -272,6 +272,79 @@ Range seen_blocks(const AttentionTile& tile, const Chunk<Dot>& chunk, int64_t ro
           smaller(last_token / kBlockTokens - chunk.first_block + 1, chunk.num_blocks)};
 }
 
+#if defined(__AVX512VNNI__)
+
+/// Products of bytes with int8 keys and values; queries and weights are cut into bytes.
+struct ByteDot {
+  using C = int8_t;
+  using A = uint8_t;
+  using Weight = float;
+  static constexpr int kMaxRows = 6;  // 6 x 2 x 2 sums of 32 registers
+
+  static void store_weights(Weight* to, Vector::Reg x) { Vector::store(to, x); }
+};
+
+template <int kRows>
+void score_rows(const TileWork<ByteDot>& work, const Chunk<ByteDot>& chunk, int64_t row,
+                Range range, float* scores) {
+  const int64_t dim = work.tile.shape->head_dim;
+  const int64_t pages = pages_of(kBlockTokens * dim);
+  ByteProduct product{};
+  product.a_stride = byte_query_stride(dim);
+  product.a = work.query + row * product.a_stride;
+  product.low = dim;
+  product.num_matrices = 1;
+  product.depth = dim / kQuad;
+  product.columns = kBlockTokens;
+  product.out_stride = kChunkTokens;
+  for (int i = 0; i < kRows; ++i) {
+    const ByteQuery& query = query_at(product.a + i * product.a_stride, dim);
+    product.scale[i] = query.scale;
+    for (int part = 0; part < 2; ++part) product.start[i][part] = query.start[part];
+  }
+  for (int64_t block = range.begin; block < range.end; ++block) {
+    product.matrices[0] = chunk.keys[block];
+    product.out = scores + (block - range.begin) * kBlockTokens;
+    if (chunk.path != nullptr) product.path = chunk.path + block * pages;
+    multiply_bytes<kRows, true>(product);
+  }
+}
+
+template <int kRows>
+void add_values(const TileWork<ByteDot>& work, const Chunk<ByteDot>& chunk, int64_t row,
+                Range range, const float* weights, const float* factors) {
+  const int64_t dim = work.tile.shape->value_dim;
+  const char* const* path = chunk.path;
+  if (path != nullptr) path += chunk.num_blocks * pages_of(work.tile.shape->values_begin());
+  alignas(64) uint8_t bytes[kRows * 2 * kChunkTokens];
+  ByteProduct product{};
+  product.a = bytes;
+  product.a_stride = 2 * kChunkTokens;
+  product.low = kChunkTokens;
+  product.num_matrices = range.end - range.begin;
+  product.depth = kBlockTokens / kQuad;
+  product.out_stride = padded_head_dim(dim);
+  product.factor = factors;
+  for (int i = 0; i < kRows; ++i)
+    product.scale[i] = pack_byte_weights(weights + i * kChunkTokens,
+                                         product.num_matrices * kBlockTokens,
+                                         bytes + i * product.a_stride);
+  for (int64_t column = 0; column < dim; column += kValueColumns) {
+    product.columns = smaller(dim - column, kValueColumns);
+    product.out = work.state.out + row * product.out_stride + column;
+    for (int64_t i = 0; i < product.num_matrices; ++i)
+      product.matrices[i] = chunk.values[range.begin + i] + column * kBlockTokens;
+    const int64_t pages = pages_of(kBlockTokens * product.columns);
+    if (path != nullptr) {
+      product.path = path + range.begin * pages;
+      path += chunk.num_blocks * pages;
+    }
+    multiply_bytes<kRows, false>(product);
+  }
+}
+
+#endif  // __AVX512VNNI__
+
 /// One chunk for rows [row, row + kRows).
 template <typename Dot, int kRows>
 void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row) {
@@ -281,27 +354,29 @@ void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row
   if (begin >= end) return;
   const int64_t count = (end - begin) * kBlockTokens;
   alignas(64) float scores[kRows * kChunkTokens];
-  alignas(64) typename Dot::A weights[kRows * kChunkTokens];
-  score_rows<Dot, kRows>(work, chunk, row, {begin, end}, scores);
+  alignas(64) typename Dot::Weight weights[kRows * kChunkTokens];
+  score_rows<kRows>(work, chunk, row, {begin, end}, scores);
   float factors[kRows];
   const int64_t origin = (chunk.first_block + begin) * kBlockTokens;
   for (int i = 0; i < kRows; ++i) {
     const int64_t position = tile.first_position + (row + i) / shape.group;
     const int64_t first = larger(position - shape.window + 1, 0) - origin;
     const int64_t last = position - origin;
+    if constexpr (kIsScaled<typename Dot::C>)
+      scale_row(scores + i * kChunkTokens, chunk.key_scales + begin * kBlockTokens, count);
     if (tile.tokens == nullptr && (first > 0 || last < count - 1))
       mask_row(scores + i * kChunkTokens, count, first, last);
     factors[i] = softmax_row<Dot>(scores + i * kChunkTokens, count, shape.scale_log2e,
                                   work.state.max + row + i, work.state.parts + (row + i) * kSumParts,
-                                  weights + i * kChunkTokens);
+                                  chunk.value_scales + begin * kBlockTokens, weights + i * kChunkTokens);
   }
-  add_values<Dot, kRows>(work, chunk, row, {begin, end}, weights, factors);
+  add_values<kRows>(work, chunk, row, {begin, end}, weights, factors);
 }
 
 template <typename Dot>
 void attend_some_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row,
                       int64_t count) {
-  if constexpr (Vector::kMaxRows > 6) {
+  if constexpr (Dot::kMaxRows > 6) {
     switch (count) {
       case 8:
         return attend_rows<Dot, 8>(work, chunk, row);
@@ -373,6 +448,22 @@ class Path {
   bool has_room_ = true;
 };
 
+/// Reads the factors of the chunk's tokens, and prefetches those of the next.
+template <typename Dot>
+void load_scales(Chunk<Dot>& chunk, const int8_t* const* next, const AttentionShape& shape) {
+  for (int64_t block = 0; block < kChunkBlocks; ++block) {
+    const int8_t* ahead = next[block] + shape.scales_begin();
+    for (int64_t i = 0; i < kScaleBytes; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    if (block >= chunk.num_blocks) continue;
+    const auto* from = reinterpret_cast<const float*>(chunk.keys[block] + shape.scales_begin());
+    for (int64_t i = 0; i < kBlockTokens; i += Vector::kLanes) {
+      const int64_t token = block * kBlockTokens + i;
+      Vector::store(chunk.key_scales + token, Vector::load(from + i));
+      Vector::store(chunk.value_scales + token, Vector::load(from + kBlockTokens + i));
+    }
+  }
+}
+
 /// The blocks [first, end) of a chunk and the path through it; the tile goes on to block `last`.
 template <typename Dot>
 Chunk<Dot> make_chunk(const AttentionTile& tile, int64_t first, int64_t end, int64_t last,
@@ -398,6 +489,7 @@ Chunk<Dot> make_chunk(const AttentionTile& tile, int64_t first, int64_t end, int
   path.add_chunk(next, kChunkBlocks, shape);
   path.end();
   chunk.path = path.pages();
+  if constexpr (kIsScaled<C>) load_scales(chunk, next, shape);
   return chunk;
 }
 
@@ -411,7 +503,7 @@ inline void pack_row(const Q* from, int64_t count, float* to) {
   for (int64_t d = 0; d < count; d += 8) store8(to + d, load8(from + d));
 }
 
-template <typename Dot, typename Q>
+template <typename Q, typename Dot>
 void pack_queries(const TileWork<Dot>& work) {
   const AttentionTile& tile = work.tile;
   const AttentionShape& shape = *tile.shape;
@@ -422,6 +514,21 @@ void pack_queries(const TileWork<Dot>& work) {
              work.query + i * width);
   }
 }
+
+#if defined(__AVX512VNNI__)
+template <typename Q>
+void pack_queries(const TileWork<ByteDot>& work) {
+  const AttentionTile& tile = work.tile;
+  const AttentionShape& shape = *tile.shape;
+  for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    const int64_t index = row / shape.group;
+    const int64_t token = tile.tokens == nullptr ? index : tile.tokens[index];
+    const Q* from = static_cast<const Q*>(tile.query) + token * shape.query_stride;
+    pack_byte_query(from + row % shape.group * shape.head_dim, shape.head_dim,
+                    work.query + row * byte_query_stride(shape.head_dim));
+  }
+}
+#endif
 
 inline void clear_sums(const AttentionTile& tile, const AttentionState& state) {
   const int64_t rows = tile.num_rows();
@@ -436,9 +543,9 @@ void attend(const AttentionTile& tile, const BlockRange& range, const AttentionS
             float* scratch) {
   const int64_t rows = tile.num_rows();
   const TileWork<Dot> work{tile, state, reinterpret_cast<typename Dot::A*>(scratch)};
-  pack_queries<Dot, Q>(work);
+  pack_queries<Q>(work);
   if (range.begins) clear_sums(tile, state);
-  const int64_t num_groups = (rows + Vector::kMaxRows - 1) / Vector::kMaxRows;
+  const int64_t num_groups = (rows + Dot::kMaxRows - 1) / Dot::kMaxRows;
   int64_t block = range.first;
   while (block < range.end) {
     const int64_t end = smaller(range.end, (block / kChunkBlocks + 1) * kChunkBlocks);
@@ -476,8 +583,10 @@ void store(const AttentionTile& tile, const AttentionState& state) {
 struct PairDot {
   using C = bf16;
   using A = bf16;
+  using Weight = bf16;
+  static constexpr int kMaxRows = Vector::kMaxRows;
 
-  static void store_weights(A* to, Vector::Reg x) {
+  static void store_weights(Weight* to, Vector::Reg x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
   }
@@ -528,6 +637,10 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
     return static_cast<const C*>(tile.cache) +
            tile.block_table[position / kBlockTokens] * shape.block_stride;
   };
+  [[maybe_unused]] const auto scales_of = [&](int64_t position) {  // of a key; a value's is B behind
+    return reinterpret_cast<const float*>(keys_of(position) + shape.scales_begin()) +
+           position % kBlockTokens;
+  };
   float scores[kChunkTokens];
   float max = state.max[row];
   for (int64_t position = begin; position < end; ++position) {
@@ -535,6 +648,7 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
     float score = 0;
     for (int64_t d = 0; d < dim; ++d)
       score += to_float(query[d]) * key_at(keys, position % kBlockTokens, d);
+    if constexpr (kIsScaled<C>) score *= *scales_of(position);
     scores[position - begin] = score * shape.scale_log2e;
     max = std::max(max, scores[position - begin]);
   }
@@ -544,8 +658,9 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
   for (int64_t d = 0; d < value_dim; ++d) out[d] *= factor;
   for (int64_t position = begin; position < end; ++position) {
     const C* values = keys_of(position) + shape.values_begin();
-    const float weight = std::exp2(scores[position - begin] - max);
+    float weight = std::exp2(scores[position - begin] - max);
     sum += weight;
+    if constexpr (kIsScaled<C>) weight *= scales_of(position)[kBlockTokens];
     for (int64_t d = 0; d < value_dim; ++d)
       out[d] += weight * value_at(values, value_dim, position % kBlockTokens, d);
   }
@@ -591,18 +706,38 @@ void store(const AttentionTile& tile, const AttentionState& state) {
 
 #endif  // __AVX2__
 
+#if !defined(__AVX512BF16__)
+#if defined(__AVX2__)
+template <typename Q>
+constexpr AttentionKernel kScaledKernel = {attend<WideDot<int8_t>, Q>, store<Q>};
+#else
+template <typename Q>
+constexpr AttentionKernel kScaledKernel = {attend<Q, int8_t>, store<Q>};
+#endif
+
+AttentionKernel kernel_of_scaled(DType query) {
+  if (query == DType::kBFloat16) return kScaledKernel<bf16>;
+  if (query == DType::kFloat16) return kScaledKernel<fp16>;
+  return kScaledKernel<float>;
+}
+#endif
+
 AttentionKernel kernel_of(DType query, DType cache) {
 #if defined(__AVX512BF16__)
   if (query == DType::kBFloat16 && cache == DType::kBFloat16)
     return {attend<PairDot, bf16>, store<bf16>};
+  if (query == DType::kBFloat16 && cache == DType::kInt8)
+    return {attend<ByteDot, bf16>, store<bf16>};
   return attention_kernel_avx512(query, cache);
 #elif defined(__AVX2__)
+  if (cache == DType::kInt8) return kernel_of_scaled(query);
   if (query == DType::kBFloat16) return {attend<WideDot<bf16>, bf16>, store<bf16>};
   if (query == DType::kFloat16) return {attend<WideDot<fp16>, fp16>, store<fp16>};
   if (cache == DType::kBFloat16) return {attend<WideDot<bf16>, float>, store<float>};
   if (cache == DType::kFloat16) return {attend<WideDot<fp16>, float>, store<float>};
   return {attend<WideDot<float>, float>, store<float>};
 #else
+  if (cache == DType::kInt8) return kernel_of_scaled(query);
   if (query == DType::kBFloat16) return {attend<bf16, bf16>, store<bf16>};
   if (query == DType::kFloat16) return {attend<fp16, fp16>, store<fp16>};
   if (cache == DType::kBFloat16) return {attend<float, bf16>, store<float>};

@@ -97,6 +97,12 @@ struct Vector {
     return _mm512_castsi512_ps(p == 0 ? _mm512_slli_epi32(pairs, 16)
                                       : _mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
   }
+  static Reg widen(const int8_t* from, bool half, int p) {
+    const __m512i quads =
+        half ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
+             : _mm512_loadu_si512(from);
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 24 - 8 * p), 24));
+  }
   static __m512i load_pairs(const bf16* from, bool half) {
     return half ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))
                 : _mm512_loadu_si512(from);
@@ -164,6 +170,10 @@ struct Vector {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm256_castsi256_ps(p == 0 ? _mm256_slli_epi32(pairs, 16)
                                       : _mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+  }
+  static Reg widen(const int8_t* from, bool, int p) {
+    const __m256i quads = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(quads, 24 - 8 * p), 24));
   }
 };
 

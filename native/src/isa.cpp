@@ -36,7 +36,8 @@ bool machine_has(Isa isa) {
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512dq");
     case Isa::kAvx512Bf16:
-      return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
+      return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") &&
+             __builtin_cpu_supports("avx512vnni");
   }
   return false;
 #else

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from raymoe.cli import model_by_name, size
 from raymoe.cli.checks import check_money, check_number
-from raymoe.config import DTYPES, MAX_RANKS, STATE_DTYPES
+from raymoe.config import DTYPES, KV_DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.draw import roofline_picture, throughput_picture
 from raymoe.plan.placement import Placement
@@ -44,7 +44,7 @@ from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
-from raymoe.specs.weight_format import PLAIN_FORMATS
+from raymoe.specs.weight_format import KV_ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import TASKS, Workload
 from raymoe.units import CURRENCY, GB, GIB, format_bytes, format_seconds
 
@@ -349,8 +349,8 @@ Weights = Annotated[
 KvDtype = Annotated[
     str,
     typer.Option(
-        help=f"Keep keys and values in this type, one of {', '.join(DTYPES)}; auto is the "
-        "type of --dtype.",
+        help=f"Keep keys and values in this type, one of {', '.join(KV_DTYPES)}; auto is the "
+        "type of --dtype. int8 is for nodes without a GPU, and rounds.",
         metavar="NAME",
     ),
 ]
@@ -518,7 +518,7 @@ def run(  # noqa: PLR0913 - the options of a command
     planner = JobPlanner(
         spec, workload, schedule=schedule, max_model_len=max_context,
         bytes_per_element=_item_bytes(spec.dtype or "bfloat16", "--dtype") or 2,
-        kv_bytes_per_element=_item_bytes(kv_dtype, "--kv-dtype"),
+        kv_bytes_per_element=_kv_item_bytes(kv_dtype, spec, node),
     )  # fmt: skip
     if node is None:
         _rank(planner, fleet, prices, as_json=as_json)
@@ -618,6 +618,21 @@ def _with_state_dtype(model: ModelSpec, state_dtype: str) -> ModelSpec:
             "out"
         )
     return model.with_state_dtype(state_dtype)
+
+
+def _kv_item_bytes(kv_dtype: str, spec: ModelSpec, node: HardwareSpec | None) -> int | None:
+    if kv_dtype not in KV_DTYPES:
+        raise UnknownOptionError(kv_dtype, KV_DTYPES, "--kv-dtype")
+    if kv_dtype == "int8":
+        if node is None:
+            raise ConfigError("--kv-dtype int8 needs a node without a GPU: name it with --hardware")
+        if node.has_gpu:
+            raise ConfigError(
+                f"--kv-dtype int8 is read by the cores alone, and {node.name} has a GPU; leave it "
+                "out, or name a node without one"
+            )
+        spec.check_int8_kv()
+    return None if kv_dtype == "auto" else KV_ITEM_BYTES[kv_dtype]
 
 
 def _item_bytes(dtype: str, option: str) -> int | None:

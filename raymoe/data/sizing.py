@@ -23,7 +23,7 @@ from raymoe.shadows import directories_of_workers, find_shadow
 from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_format import PLAIN_FORMATS
+from raymoe.specs.weight_format import KV_ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import Workload
 from raymoe.units import CURRENCY, ceil_div, format_bytes, format_seconds
 
@@ -550,6 +550,8 @@ def plan_actor(
         spec = spec.with_int8()
     dtype = dtype_of(spec, config)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    if kv_dtype == "int8":
+        spec.check_int8_kv()
     if config.host_memory_bytes is not None:
         given = dataclasses.replace(given, host_memory_bytes=config.host_memory_bytes)
     plan = find_plan(
@@ -559,7 +561,7 @@ def plan_actor(
         schedule=config.schedule,
         policy=config.policy,
         bytes_per_element=PLAIN_FORMATS[dtype].item_bytes,
-        kv_bytes_per_element=PLAIN_FORMATS[kv_dtype].item_bytes,
+        kv_bytes_per_element=KV_ITEM_BYTES[kv_dtype],
         max_model_len=config.max_model_len,
         # If Ray does not know the GPUs of a node, all ranks are planned as one engine.
         tensor_parallel_size=config.tensor_parallel_size if given.has_gpu else 1,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raymoe._native import active_isa
-from raymoe.config import EngineConfig, SamplingParams, Settings
+from raymoe.config import EngineConfig, SamplingParams, Settings, check_kv_dtype
 from raymoe.device.find_gpu import check_cuda, half_dtype, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
@@ -238,7 +238,7 @@ def _load_plan(
         settings=settings,
         device=device_name(config),
         dtype=dtype,
-        kv_dtype=_kv_dtype(config, dtype),
+        kv_dtype=_kv_dtype(config, dtype, spec),
         hardware=plan.hardware,
         schedule=plan.schedule,
         policy=plan.policy,
@@ -327,7 +327,7 @@ def _find_plan(
         find_node(config, settings, device, loaded_bytes=loaded_bytes, reserve_bytes=reserve_bytes),
         config.workload,
         bytes_per_element=dtype.itemsize,
-        kv_bytes_per_element=_kv_dtype(config, dtype).itemsize,
+        kv_bytes_per_element=_kv_dtype(config, dtype, spec).itemsize,
         weight_bytes=_weight_bytes(spec, weights, _dtype(on_host or config, weights)),
         max_model_len=_context_tokens(spec, config),
         tensor_parallel_size=config.tensor_parallel_size,
@@ -512,7 +512,11 @@ def warm_up(runner: Runner, vocab_size: int, *, is_read: bool = False) -> None:
         core.step()
 
 
-def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype, spec: ModelSpec) -> torch.dtype:
+    if config.kv_dtype == "int8":
+        check_kv_dtype(config.kv_dtype, device_name(config))
+        spec.check_int8_kv()
+        return torch.int8
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     if dtype not in (kv_dtype, torch.float32):
         raise ConfigError(

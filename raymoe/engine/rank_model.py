@@ -164,7 +164,7 @@ class RankModel:
 
     @property
     def work(self) -> ModelWork:
-        kv_bytes = self.kv_layouts[0].dtype.itemsize
+        kv_bytes = self.job.kv_dtype.itemsize
         return ModelWork.of(self.spec, self.dtype.itemsize, kv_element_bytes=kv_bytes)
 
     @cached_property

@@ -13,8 +13,8 @@ from raymoe.kernels.paged_kv import (
     ALL_TOKENS,
     BLOCK_TOKENS,
     KvLayout,
-    pack_block,
     unpack_block,
+    write_rows,
 )
 
 
@@ -248,12 +248,10 @@ def _append_tokens(
     first: int,
     layout: KvLayout,
 ) -> None:
-    for offset in range(key_QGD.shape[0]):
-        index, row = divmod(first + offset, BLOCK_TOKENS)
-        keys, values = unpack_block(cache[blocks[index]], layout)
-        keys[row] = key_QGD[offset].to(cache.dtype)
-        values[row] = value_QGV[offset].to(cache.dtype)
-        cache[blocks[index]] = pack_block(keys, values, layout)
+    position_Q = first + torch.arange(len(key_QGD))
+    blocks_Q = torch.tensor(blocks, dtype=torch.int64)[position_Q // BLOCK_TOKENS]
+    places = (blocks_Q, position_Q % BLOCK_TOKENS)
+    write_rows(cache, places, (key_QGD, value_QGV), layout)
 
 
 def append_and_attend_latent(

@@ -14,6 +14,7 @@ from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = KV_BLOCK_TOKENS
 VALUE_COLUMNS = 64
+INT8_MAX = 127.0
 # Upper bound of what is gathered from blocks in one call; memory is scarce next to weights and KV.
 GATHERED_BYTES = 64 << 20
 
@@ -46,6 +47,9 @@ def largest_layout(layouts: Iterable[CacheLayout]) -> CacheLayout:
 class KvLayout:
     """Keys of a block, [D / P, B, P] for each KV head, then its values in tiles of 64 dimensions.
 
+    Numbers of int8 have a float32 factor for each token and head: those of the block's keys are
+    behind its values, then those of its values.
+
     Attributes:
         value_head_dim: Dimensions of a value; None if it has as many as a key.
     """
@@ -56,7 +60,8 @@ class KvLayout:
     value_head_dim: int | None = None
 
     def __post_init__(self) -> None:
-        check_cache_dtype(self.dtype)
+        if self.dtype != torch.int8:
+            check_cache_dtype(self.dtype)
         for dim in (self.head_dim, self.value_dim):
             if dim < 8 or dim % 8:
                 raise ConfigError(f"head_dim is {dim}; the kernels need a multiple of 8")
@@ -84,11 +89,17 @@ class KvLayout:
     @property
     def pair(self) -> int:
         """Elements that one dot-product step multiplies together (P)."""
-        return 2 if self.dtype == torch.bfloat16 else 1
+        return {torch.bfloat16: 2, torch.int8: 4}.get(self.dtype, 1)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether numbers have factors."""
+        return self.dtype == torch.int8
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        return (self.num_kv_heads, BLOCK_TOKENS * (self.head_dim + self.value_dim))
+        scales = 2 * torch.float32.itemsize if self.is_scaled else 0
+        return (self.num_kv_heads, BLOCK_TOKENS * (self.head_dim + self.value_dim + scales))
 
     @property
     def block_bytes(self) -> int:
@@ -108,7 +119,8 @@ def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
     num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
     shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
-    keys, values = cache.tensor_split([layout.key_elements], dim=2)
+    ends = [layout.key_elements, BLOCK_TOKENS * (layout.head_dim + layout.value_dim)]
+    keys, values, _ = cache.tensor_split(ends, dim=2)
     tiles = [
         tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
         for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
@@ -116,15 +128,64 @@ def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     return keys.view(shape), tiles
 
 
+def scale_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
+    """Return the factors of keys and of values of int8, [N, G, B] float32 each."""
+    begin = BLOCK_TOKENS * (layout.head_dim + layout.value_dim)
+    key_NGB, value_NGB = torch.split(cache[:, :, begin:].view(torch.float32), BLOCK_TOKENS, 2)
+    return key_NGB, value_NGB
+
+
+def scaled(rows_TGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to int8: numbers from -127 to 127, [T, G, D], and their factors [T, G] in float32.
+
+    The largest number of a row becomes 127. A row of numbers too small for that is zero; one with a
+    number that is not finite has the factor NaN.
+    """
+    rows_TGD = rows_TGD.float()
+    largest_TG = rows_TGD.abs().amax(2)
+    is_finite_TG = largest_TG.isfinite()
+    is_rounded_TG = is_finite_TG & (largest_TG >= INT8_MAX * torch.finfo(torch.float32).tiny)
+    # A number divided by a tensor would be multiplied by its reciprocal, which rounds twice.
+    inverse_TG = torch.where(is_rounded_TG, largest_TG.new_tensor(INT8_MAX) / largest_TG, 0)
+    scale_TG = torch.where(is_rounded_TG, largest_TG / INT8_MAX, 0)
+    numbers_TGD = (rows_TGD * inverse_TG[..., None]).round().where(is_rounded_TG[..., None], 0)
+    return numbers_TGD.to(torch.int8), scale_TG.where(is_finite_TG, torch.nan)
+
+
+def write_rows(
+    cache: Tensor,
+    places: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    layout: KvLayout,
+) -> None:
+    """Write keys [T, G, D] and values [T, G, V] to blocks [T] and offsets [T] within them."""
+    (blocks_T, offsets_T), (key_TGD, value_TGV), pair = places, rows, layout.pair
+    if layout.is_scaled:
+        key_NGB, value_NGB = scale_views(cache, layout)
+        key_TGD, key_NGB[blocks_T, :, offsets_T] = scaled(key_TGD)
+        value_TGV, value_NGB[blocks_T, :, offsets_T] = scaled(value_TGV)
+    keys, tiles = block_views(cache, layout)
+    paired = key_TGD.reshape(*key_TGD.shape[:2], layout.head_dim // pair, pair)
+    keys[blocks_T, :, :, offsets_T] = paired.to(cache.dtype)
+    columns = torch.split(value_TGV, VALUE_COLUMNS, dim=2)
+    for tile, value_TGC in zip(tiles, columns, strict=True):
+        tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] = value_TGC.to(cache.dtype)
+
+
 def rows_of(
     cache: Tensor, blocks_T: Tensor, offsets_T: Tensor, layout: KvLayout
 ) -> tuple[Tensor, Tensor]:
-    """Copy keys [T, G, D] and values [T, G, V] of some positions."""
+    """Copy keys [T, G, D] and values [T, G, V] of some positions; those of int8 as float32."""
     keys, tiles = block_views(cache, layout)
     key_TGD = keys[blocks_T, :, :, offsets_T].flatten(2)
     pair = layout.pair
     values = [tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] for tile in tiles]
-    return key_TGD, torch.cat(values, dim=2)
+    value_TGV = torch.cat(values, dim=2)
+    if layout.is_scaled:
+        key_NGB, value_NGB = scale_views(cache, layout)
+        key_TGD = key_TGD * key_NGB[blocks_T, :, offsets_T, None]
+        value_TGV = value_TGV * value_NGB[blocks_T, :, offsets_T, None]
+    return key_TGD, value_TGV
 
 
 def gather_runs(cache: Tensor, blocks_NR: Tensor, runs_NR: Tensor, layout: KvLayout) -> Tensor:
@@ -155,25 +216,17 @@ def gather_runs(cache: Tensor, blocks_NR: Tensor, runs_NR: Tensor, layout: KvLay
 
 def unpack_block(block: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Copy keys and values of one block to [B, G, D] and [B, G, V]; for tests."""
-    heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
-    packed, values = block.tensor_split([layout.key_elements], dim=1)
-    keys = packed.reshape(heads, dim // pair, BLOCK_TOKENS, pair).permute(2, 0, 1, 3)
-    tiles = [
-        tile.reshape(heads, BLOCK_TOKENS // pair, -1, pair).permute(1, 3, 0, 2).flatten(0, 1)
-        for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=1)
-    ]
-    return keys.reshape(BLOCK_TOKENS, heads, dim), torch.cat(tiles, dim=2)
+    offsets_B = torch.arange(BLOCK_TOKENS, device=block.device)
+    return rows_of(block[None], torch.zeros_like(offsets_B), offsets_B, layout)
 
 
 def pack_block(keys_BGD: Tensor, values_BGV: Tensor, layout: KvLayout) -> Tensor:
     """Invert `unpack_block`; for tests."""
-    heads, dim, pair = layout.num_kv_heads, layout.head_dim, layout.pair
-    keys = keys_BGD.reshape(BLOCK_TOKENS, heads, dim // pair, pair).permute(1, 2, 0, 3)
-    tiles = [
-        tile.reshape(-1, pair, heads, tile.shape[2]).permute(2, 0, 3, 1).reshape(heads, -1)
-        for tile in torch.split(values_BGV, VALUE_COLUMNS, dim=2)
-    ]
-    return torch.cat([keys.reshape(heads, -1), *tiles], dim=1)
+    offsets_B = torch.arange(BLOCK_TOKENS)
+    block = torch.zeros(1, *layout.block_shape, dtype=layout.dtype)
+    places = (torch.zeros_like(offsets_B), offsets_B)
+    write_rows(block, places, (keys_BGD, values_BGV), layout)
+    return block[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,11 @@ from raymoe.kernels.latent_heads import LatentHeads
 from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
     GATHERED_BYTES,
-    VALUE_COLUMNS,
     CacheLayout,
     KvLayout,
     block_views,
+    scale_views,
+    write_rows,
 )
 from raymoe.kernels.selection import (
     IndexRows,
@@ -122,7 +123,7 @@ def append_and_attend_paged(
     """
     query_THD, key_TGD, value_TGV = projected
     layout = KvLayout.of(key_TGD, value_TGV, cache.dtype)
-    _append(projected, cache, batch, layout)
+    write_rows(cache, (batch.blocks_T, batch.offsets_T), (key_TGD, value_TGV), layout)
     out_THV = query_THD.new_empty(*query_THD.shape[:2], layout.value_dim)
     for i, group in enumerate(batch.groups):
         query_SHQD = query_THD[group.rows_SQ].transpose(1, 2)
@@ -172,23 +173,18 @@ def _with_sinks(operands: _Operands, sinks_H: Tensor) -> _Operands:
     return _Operands(query_SHQD, keys_SGCD, values_SGCV, visible_SHQC)
 
 
-def _append(projected: Projected, cache: Tensor, batch: PagedBatch, layout: KvLayout) -> None:
-    num_tokens, num_kv_heads, head_dim = projected.key_TGD.shape
-    pair, blocks_T, offsets_T = layout.pair, batch.blocks_T, batch.offsets_T
-    keys, tiles = block_views(cache, layout)
-    paired = projected.key_TGD.view(num_tokens, num_kv_heads, head_dim // pair, pair)
-    keys[blocks_T, :, :, offsets_T] = paired.to(cache.dtype)
-    columns = torch.split(projected.value_TGV, VALUE_COLUMNS, dim=2)
-    for tile, value_TGC in zip(tiles, columns, strict=True):
-        tile[blocks_T, :, offsets_T // pair, :, offsets_T % pair] = value_TGC.to(cache.dtype)
-
-
 def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     keys, tiles = block_views(cache, layout)
     # [S, M, G, D / P, B, P] and, for each tile, [S, M, G, B / P, columns, P]
     keys_SGCD = keys[table_SM].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
     values = [tile[table_SM].permute(0, 2, 1, 3, 5, 4).flatten(2, 4) for tile in tiles]
-    return keys_SGCD, torch.cat(values, dim=3)
+    values_SGCV = torch.cat(values, dim=3)
+    if not layout.is_scaled:
+        return keys_SGCD, values_SGCV
+    key_SGC, value_SGC = (
+        scales_NGB[table_SM].transpose(1, 2).flatten(2) for scales_NGB in scale_views(cache, layout)
+    )
+    return keys_SGCD * key_SGC[..., None], values_SGCV * value_SGC[..., None]
 
 
 def append_and_attend_latent_paged(

@@ -49,6 +49,7 @@ from raymoe.specs.layers import (
     StatefulSpec,
 )
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weight_format import KV_ITEM_BYTES, KV_SCALE_BYTES
 from raymoe.specs.workload import Workload
 
 Weights = Iterable[tuple[str, Shape]]
@@ -188,7 +189,7 @@ class LayerWork:
             top_k=moe.top_k if moe else 0,
             pair_flop=pair_flop,
             prefill_pair_flop=prefill_pair_flop,
-            kv_token_bytes=attention.cache_width * kv_element_bytes,
+            kv_token_bytes=_kv_token_bytes(attention, kv_element_bytes),
             query_width=attention.query_width,
             output_width=attention.output_width,
             token_sizes=attention.token_shapes.sizes,
@@ -442,6 +443,14 @@ def _pair_flop(attention: AnyAttentionSpec) -> tuple[int, int]:
     if isinstance(attention, CompressedAttentionSpec):
         return attention.pair_flop, attention.pair_flop
     return 2 * (attention.query_width + attention.output_width), 2 * attention.prompt_width
+
+
+def _kv_token_bytes(attention: AnyAttentionSpec, element_bytes: int) -> int:
+    """Bytes of a token in the KV cache; elements of one byte have a factor for each head."""
+    scales = 0
+    if element_bytes == KV_ITEM_BYTES["int8"] and isinstance(attention, AttentionSpec):
+        scales = 2 * attention.num_kv_heads
+    return attention.cache_width * element_bytes + scales * KV_SCALE_BYTES
 
 
 def _window(attention: AnyAttentionSpec) -> int | None:

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
-from raymoe.errors import UnsupportedModelError
+from raymoe.errors import ConfigError, UnsupportedModelError
 from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.config import (
     ConfigFields,
@@ -373,6 +373,18 @@ class ModelSpec:
             streams=self.streams,
         )
         return dict(weights)
+
+    def check_int8_kv(self) -> None:
+        """Raise `ConfigError` where some layer's KV cannot be int8."""
+        for i, layer in enumerate(self.layers):
+            attention = layer.attention
+            is_grouped = isinstance(attention, AttentionSpec) and attention.blocks is None
+            if attention.cache_width and not is_grouped:
+                raise ConfigError(
+                    "kv_dtype is 'int8', which only plain keys and values of grouped-query "
+                    f"attention can have; layer {i} keeps latents, index keys or entries: leave "
+                    "kv_dtype at 'auto'"
+                )
 
     def kv_bytes_per_token(self, bytes_per_element: float) -> int:
         return int(sum(layer.attention.cache_width for layer in self.layers) * bytes_per_element)

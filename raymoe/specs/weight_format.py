@@ -421,6 +421,12 @@ PLAIN_FORMATS: Mapping[str, PlainFormat] = {
     "bfloat16": PlainFormat("bfloat16", "BF16"),
 }
 BFLOAT16_BYTES = PLAIN_FORMATS["bfloat16"].item_bytes
+# Bytes of an element of the KV cache. Those of a byte have factors besides.
+KV_ITEM_BYTES: Mapping[str, int] = {
+    **{name: plain.item_bytes for name, plain in PLAIN_FORMATS.items()},
+    "int8": 1,
+}
+KV_SCALE_BYTES = 4
 
 
 def _codes(rows: int, columns: int, dtype: str) -> Piece:

@@ -28,7 +28,14 @@ class Case:
         self.prompts = case.reference.prompts[:num_prompts]
         self.expected = [row[:max_tokens] for row in case.reference.tokens[:num_prompts]]
 
-    def engine(self, *, state_dtype: str = "float32", **policy: int) -> Engine:
+    def engine(
+        self,
+        *,
+        dtype: str = "float32",
+        kv_dtype: str = "auto",
+        state_dtype: str = "float32",
+        **policy: int,
+    ) -> Engine:
         sizes = {
             "max_num_seqs": 32,
             "max_num_batched_tokens": 4096,
@@ -36,7 +43,8 @@ class Case:
             "num_kv_blocks": 200,
         }
         config = EngineConfig(
-            dtype="float32",
+            dtype=dtype,
+            kv_dtype=kv_dtype,
             state_dtype=state_dtype,
             policy=Policy(**(sizes | policy)),
             linger_s=0.0,
@@ -53,25 +61,28 @@ class Case:
 
 
 def check_every_way(name: str, num_prompts: int, max_tokens: int) -> None:
-    case = Case(name, num_prompts, max_tokens)
-    with case.engine() as engine:  # one batch, any order
-        case.assert_agrees(engine)
-        case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
-    with case.engine(max_num_seqs=1) as engine:  # one row at a time
-        case.assert_agrees(engine)
-    small = {"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40, "num_kv_blocks": 24}
-    with case.engine(**small, steady_admission=True) as engine:
-        case.assert_agrees(engine)
+    check_steps(Case(name, num_prompts, max_tokens))
     check_preemption(Case(name, ROWS.num_prompts, max_tokens))
 
 
-def check_preemption(case: Case) -> None:
+def check_steps(case: Case, **dtypes: str) -> None:
+    with case.engine(**dtypes) as engine:  # one batch, any order
+        case.assert_agrees(engine)
+        case.assert_agrees(engine, order=range(len(case.prompts))[::-1])
+    with case.engine(**dtypes, max_num_seqs=1) as engine:  # one row at a time
+        case.assert_agrees(engine)
+    small = {"max_prefill_chunk_tokens": 7, "max_num_batched_tokens": 40, "num_kv_blocks": 24}
+    with case.engine(**dtypes, **small, steady_admission=True) as engine:
+        case.assert_agrees(engine)
+
+
+def check_preemption(case: Case, **dtypes: str) -> None:
     def needs_more_blocks(row: int) -> bool:
         """Whether a row takes another block after its first token."""
         length = len(case.prompts[row])
         return length // KV_BLOCK_TOKENS < (length + case.max_tokens - 1) // KV_BLOCK_TOKENS
 
-    with case.engine(num_kv_blocks=8, max_num_batched_tokens=512) as engine:
+    with case.engine(**dtypes, num_kv_blocks=8, max_num_batched_tokens=512) as engine:
         # Rows of one token let the engine expect short ones, so that it overfills the cache. Which
         # rows are clear differs from model to model: those that grow come first and together.
         engine.generate([[1]] * 20, {"temperature": 0, "max_tokens": 1})
@@ -83,6 +94,21 @@ def check_preemption(case: Case) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_tokens_are_those_of_transformers_however_they_are_computed(name):
     check_every_way(name, QUICK_PROMPTS, QUICK_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_keys_and_values_give_the_same_tokens_however_they_are_computed(dtype):
+    case = Case(QUICK[0], ROWS.num_prompts, QUICK_TOKENS)
+    params = {"temperature": 0, "max_tokens": case.max_tokens}
+    found = {}
+    for kv_dtype in ("auto", "int8"):
+        with case.engine(dtype=dtype, kv_dtype=kv_dtype) as engine:
+            rows = engine.generate(case.prompts, params | {"logprobs": 0})
+        case.expected = [list(row.token_ids) for row in rows]
+        found[kv_dtype] = np.array([row.logprobs[0].logprob for row in rows])
+    assert 1e-4 < np.median(np.abs(found["int8"] - found["auto"])) < 0.1
+    check_steps(case, dtype=dtype, kv_dtype="int8")
+    check_preemption(case, dtype=dtype, kv_dtype="int8")
 
 
 def test_states_of_bfloat16_reach_the_engine():

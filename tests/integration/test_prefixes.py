@@ -28,12 +28,20 @@ LONGROPE = {
 }
 
 
-@covering(device=["cpu", "emulated"], rope={"by length": LONGROPE, "plain": None})
-def test_rows_share_blocks_and_keep_their_tokens(device, rope, tmp_path):
+PLACED_KV = {"cpu": ("cpu", "auto"), "emulated": ("emulated", "auto"), "int8": ("cpu", "int8")}
+
+
+@covering(placed=PLACED_KV, rope={"by length": LONGROPE, "plain": None})
+def test_rows_share_blocks_and_keep_their_tokens(placed, rope, tmp_path):
     changes = {} if rope is None else {"rope_parameters": rope}
     model = make_checkpoint(tmp_path / "model", **changes)
     config = EngineConfig(
-        dtype="float32", device=device, num_threads=1, host_memory_bytes=3 * 2**30, linger_s=60.0
+        dtype="float32",
+        device=placed[0],
+        kv_dtype=placed[1],
+        num_threads=1,
+        host_memory_bytes=3 * 2**30,
+        linger_s=60.0,
     )
     prompts = [HEAD + "x" * (7 * index) for index in range(8)]
     with Engine.from_pretrained(model, config) as engine:

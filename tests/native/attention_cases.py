@@ -11,11 +11,12 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend,
     append_and_attend_reference,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, scale_views, scaled
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 # Query type, cache type.
 DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16), (FP32, BF16)]
+WITH_INT8 = [*DTYPES, (BF16, INT8), (FP32, INT8), (FP16, INT8)]
 # Query heads, KV heads, head dimension: groups of 1, 2, 3, 4, 7, 8, 40; vectors with tails. The
 # last ones have values of another size.
 HEADS = [(2, 2, 8), (4, 2, 24), (3, 1, 64), (8, 2, 128), (7, 1, 80), (8, 1, 256), (40, 1, 40)]
@@ -46,8 +47,33 @@ SHARING: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int, int]]]] = {
 }
 
 
+def unwritten(layout: KvLayout, num_blocks: int) -> Tensor:
+    """A cache whose numbers, or factors, are NaN."""
+    shape = (num_blocks, *layout.block_shape)
+    if layout.is_scaled:
+        return torch.full(shape, -1, dtype=INT8)
+    return torch.full(shape, torch.nan, dtype=layout.dtype)
+
+
+def is_unwritten(cache: Tensor) -> Tensor:
+    """Which blocks are as `unwritten` makes them."""
+    return (cache == -1 if cache.dtype == INT8 else cache.isnan()).flatten(1).all(1)
+
+
+def filled(cache: Tensor, value: float, layout: KvLayout) -> Tensor:
+    """A copy with this number, or factor, in blocks that are unwritten."""
+    is_filled, cache = is_unwritten(cache), cache.clone()
+    if not layout.is_scaled:
+        cache[is_filled] = value
+        return cache
+    cache[is_filled] = 127 if value else 0
+    for scales_NGB in scale_views(cache, layout):
+        scales_NGB[is_filled] = value
+    return cache
+
+
 class Case:
-    """Random tensors of one step; blocks that nobody owns are NaN."""
+    """Random tensors of one step; blocks that nobody owns are unwritten."""
 
     def __init__(
         self,
@@ -67,7 +93,7 @@ class Case:
         counts = [-(-context // BLOCK_TOKENS) for context, _ in sequences]
         order = torch.randperm(sum(counts) + 2, generator=self.random).to(torch.int32)
         self.table = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.int32)
-        self.cache = torch.full((len(order), *self.layout.block_shape), torch.nan).to(dtypes[1])
+        self.cache = unwritten(self.layout, len(order))
         begin = 0
         for sequence, (context, tokens) in enumerate(sequences):
             blocks = order[begin : begin + counts[sequence]]
@@ -95,12 +121,19 @@ class Case:
         for index, block in enumerate(blocks[: -(-past // BLOCK_TOKENS)].tolist()):
             layout = self.layout
             keys, values = (
-                self._randn(BLOCK_TOKENS, layout.num_kv_heads, dim).to(layout.dtype)
+                self.cached(self._randn(BLOCK_TOKENS, layout.num_kv_heads, dim))
                 for dim in (layout.head_dim, layout.value_dim)
             )
             for part in (keys, values):
                 part[max(past - index * BLOCK_TOKENS, 0) :] = 0
             self.cache[block] = pack_block(keys, values, layout)
+
+    def cached(self, rows_TGD: Tensor) -> Tensor:
+        """These rows as the cache has them."""
+        if not self.layout.is_scaled:
+            return rows_TGD.to(self.layout.dtype)
+        numbers_TGD, scale_TG = scaled(rows_TGD)
+        return numbers_TGD * scale_TG[..., None]
 
     def add_sinks(self) -> None:
         """Scores without values, some of them far above or below all others."""
@@ -130,12 +163,11 @@ class Case:
     def reference(self, window: int | None = None, *, exact: bool = False) -> Tensor:
         """Exact: without rounding of the output."""
         query = self.query.double() if exact else self.query
-        key, value = self.key.to(self.layout.dtype), self.value.to(self.layout.dtype)
         return append_and_attend_reference(
             query,
-            key,
-            value,
-            self.cache.nan_to_num(),
+            self.key,
+            self.value,
+            filled(self.cache, 0, self.layout),
             self.batch(),
             scale=self.scale,
             sliding_window=window,

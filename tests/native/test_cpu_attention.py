@@ -13,9 +13,22 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend,
     append_reference,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
+from raymoe.kernels.paged_kv import BLOCK_TOKENS, scale_views, unpack_block
 from tests.kinds import covering
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, SHARING, STEPS, Case
+from tests.native.attention_cases import (
+    BF16,
+    FP16,
+    FP32,
+    HEADS,
+    INT8,
+    SHARING,
+    STEPS,
+    WITH_INT8,
+    Case,
+    filled,
+    is_unwritten,
+    unwritten,
+)
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -30,26 +43,26 @@ def assert_accurate(case: Case, window: int | None = None) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=unit, atol=unit)
 
 
-@covering(dtypes=DTYPES, sequences=STEPS)
+@covering(dtypes=WITH_INT8, sequences=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case(sequences, (4, 2, 64), dtypes))
 
 
-@covering(dtypes=DTYPES, heads=HEADS)
+@covering(dtypes=WITH_INT8, heads=HEADS)
 def test_equals_the_reference_for_every_shape_of_heads(
     heads: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     assert_accurate(Case([(70, 1), (50, 18)], heads, dtypes))
 
 
-@covering(dtypes=DTYPES, window=[1, 2, 31, 32, 33, 100, 1000])
+@covering(dtypes=WITH_INT8, window=[1, 2, 31, 32, 33, 100, 1000])
 def test_a_token_sees_only_its_window(window: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     assert_accurate(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), dtypes), window)
 
 
-@covering(dtypes=DTYPES, heads=HEADS)
+@covering(dtypes=WITH_INT8, heads=HEADS)
 def test_sinks_take_their_part_of_the_softmax(
     heads: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -72,7 +85,7 @@ def test_sinks_of_another_shape_or_type_are_refused() -> None:
             case.run()
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, INT8)], ids=str)
 @pytest.mark.parametrize("window", [None, 1500])
 def test_equals_the_reference_for_thousands_of_tokens(
     dtypes: tuple[torch.dtype, torch.dtype], window: int | None
@@ -86,7 +99,7 @@ def test_an_empty_pass_gives_nothing() -> None:
         assert case.run().shape == (0, 256)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", WITH_INT8, ids=str)
 def test_keys_and_values_land_in_the_layout_of_the_cache(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
@@ -99,16 +112,16 @@ def test_keys_and_values_land_in_the_layout_of_the_cache(
         for offset in range(count):
             index, row = divmod(context - count + offset, BLOCK_TOKENS)
             keys, values = unpack_block(cache[case.table[sequence, index]], case.layout)
-            assert torch.equal(keys[row], case.key[first + offset].to(dtypes[1]))
-            assert torch.equal(values[row], case.value[first + offset].to(dtypes[1]))
+            assert torch.equal(keys[row], case.cached(case.key)[first + offset])
+            assert torch.equal(values[row], case.cached(case.value)[first + offset])
         first += count
-    untouched = cache.isnan().flatten(1).all(1)
+    untouched = is_unwritten(cache)
     owned = torch.zeros_like(untouched)
     owned[case.table[case.table >= 0].long()] = True
     assert torch.equal(untouched, ~owned)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", WITH_INT8, ids=str)
 def test_what_a_previous_owner_left_in_a_block_does_not_matter(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
@@ -116,11 +129,10 @@ def test_what_a_previous_owner_left_in_a_block_does_not_matter(
     want = case.run()
     assert not want.isnan().any()
     for stale in (torch.inf, -torch.inf, 1e4):
-        cache = torch.where(case.cache.isnan(), torch.tensor(stale, dtype=dtypes[1]), case.cache)
-        assert torch.equal(case.run(cache=cache), want)
+        assert torch.equal(case.run(cache=filled(case.cache, stale, case.layout)), want)
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, INT8)], ids=str)
 @pytest.mark.parametrize("window", [None, 50])
 def test_neither_the_batch_nor_the_threads_change_a_bit(
     dtypes: tuple[torch.dtype, torch.dtype], window: int | None
@@ -155,14 +167,14 @@ def test_neither_the_batch_nor_the_threads_change_a_bit(
         assert torch.equal(alone, results[0][begin:end])
 
 
-@covering(dtypes=DTYPES, window=[None, 20])
+@covering(dtypes=WITH_INT8, window=[None, 20])
 def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
     dtypes: tuple[torch.dtype, torch.dtype], window: int | None
 ) -> None:
     case = Case([(140, 140)], (6, 2, 40), dtypes)
     want = case.run(window)
     for chunk in (1, 7, 64):
-        cache = torch.full_like(case.cache, torch.nan)
+        cache = unwritten(case.layout, len(case.cache))
         for begin in range(0, 140, chunk):
             end = min(begin + chunk, 140)
             got = append_and_attend(
@@ -181,7 +193,7 @@ def test_one_token_at_a_time_gives_the_same_bits_as_chunks(
             assert torch.equal(got, want[begin:end])
 
 
-@covering(dtypes=DTYPES, name=[*STEPS])
+@covering(dtypes=WITH_INT8, name=[*STEPS])
 def test_append_alone_leaves_the_same_cache(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -190,9 +202,31 @@ def test_append_alone_leaves_the_same_cache(
     case.run(cache=attended)
     append(case.key, case.value, appended, case.batch())
     assert torch.equal(appended.view(torch.uint8), attended.view(torch.uint8))
-    wanted = case.cache.nan_to_num()
+    wanted = filled(case.cache, 0, case.layout)
     append_reference(case.key, case.value, wanted, case.batch())
-    assert torch.equal(appended.nan_to_num(), wanted)
+    assert torch.equal(filled(appended, 0, case.layout), wanted)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_rows_without_a_factor_are_zero_or_not_numbers(dtype: torch.dtype) -> None:
+    case = Case([(40, 8)], (4, 2, 72), (dtype, INT8))
+    tiny = torch.finfo(dtype).smallest_normal
+    case.key[0, 0], case.value[0, 0] = 0, tiny
+    case.key[1, 1], case.value[1, 1] = -tiny, torch.finfo(dtype).max
+    case.key[2, 0, 5], case.value[2, 1, 6] = torch.inf, torch.nan
+    appended, wanted = case.cache.clone(), filled(case.cache, 0, case.layout)
+    append(case.key, case.value, appended, case.batch())
+    append_reference(case.key, case.value, wanted, case.batch())
+    block = int(case.table[0, 1])
+    for got, want in zip(
+        unpack_block(appended[block], case.layout),
+        unpack_block(wanted[block], case.layout),
+        strict=True,
+    ):
+        assert torch.equal(got[:8].isnan(), want[:8].isnan())
+        assert torch.equal(got[:8].nan_to_num(), want[:8].nan_to_num())
+    key_NGB, value_NGB = scale_views(appended, case.layout)
+    assert key_NGB[block].isnan().sum() == value_NGB[block].isnan().sum() == 1
 
 
 def test_append_refuses_blocks_that_are_not_there() -> None:
@@ -208,7 +242,7 @@ def test_sequences_may_share_the_blocks_of_a_prefix() -> None:
     assert_accurate(case)
 
 
-@covering(dtypes=DTYPES, name=[*SHARING], heads=[(4, 2, 64), (7, 1, 40), (2, 2, 24)])
+@covering(dtypes=WITH_INT8, name=[*SHARING], heads=[(4, 2, 64), (7, 1, 40), (2, 2, 24)])
 def test_who_shares_a_prefix_changes_no_bit(
     name: str, dtypes: tuple[torch.dtype, torch.dtype], heads: tuple[int, ...]
 ) -> None:

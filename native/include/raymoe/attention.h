@@ -1,13 +1,17 @@
 // Attention over the paged KV cache: the operation, and the interface of its kernels.
 //
 // Layout of one layer's cache (raymoe/kernels/paged_kv.py), B = 32 tokens of a block, D dimensions
-// of a key, V of a value, P = 2 for bf16 and 1 otherwise:
+// of a key, V of a value, P = 2 for bf16, 4 for int8 and 1 otherwise:
 //
 //     cache [N, G, B * (D + V)]      keys [D / P][B][P], then values [V / C][B / P][C][P]
 //
 // so that one vector of keys belongs to consecutive tokens (a score needs no horizontal sum) and
 // one vector of values to consecutive dimensions. Values lie in tiles of C = 64 dimensions, the
 // last one narrower if need be: what a register block reads is one run of memory.
+//
+// Keys and values of int8 are numbers from -127 to 127, each token's of a head with a float32
+// factor. Behind its values a block has the factors of its keys, then those of its values, [B] each:
+// B * (D + V + 8) bytes.
 #pragma once
 
 #include <cstdint>
@@ -62,6 +66,17 @@ template <typename T>
 constexpr int64_t kPair = 1;
 template <>
 inline constexpr int64_t kPair<bf16> = 2;
+template <>
+inline constexpr int64_t kPair<int8_t> = 4;
+
+/// Whether the cache has factors of its elements, by token.
+template <typename T>
+constexpr bool kIsScaled = false;
+template <>
+inline constexpr bool kIsScaled<int8_t> = true;
+
+/// Bytes of the factors of a block.
+constexpr int64_t kScaleBytes = 2 * kBlockTokens * int64_t{sizeof(float)};
 
 /// What all tiles of a call share. Strides in elements.
 struct AttentionShape {
@@ -77,6 +92,8 @@ struct AttentionShape {
 
   /// Where the values of a block begin, in elements from its keys.
   int64_t values_begin() const { return kBlockTokens * head_dim; }
+  /// Where the factors of a block of int8 begin, in bytes from its keys.
+  int64_t scales_begin() const { return kBlockTokens * (head_dim + value_dim); }
 };
 
 /// Query tokens for the query heads of one KV head: consecutive ones of one sequence, or tokens of

@@ -20,6 +20,8 @@ namespace {
 
 inline float to_float(float x) { return x; }
 
+inline float to_float(int8_t x) { return x; }
+
 inline float to_float(bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float out;

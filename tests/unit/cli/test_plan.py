@@ -291,6 +291,29 @@ def test_a_node_without_a_gpu_comes_from_its_file(
     assert "no gpu has no GPU; leave it out" in capsys.readouterr().err
 
 
+def test_a_cache_of_int8_is_planned_for_cores(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.json"
+    HOST.to_file(file)
+    given = ("--model", model, *JOB)
+    plans = [
+        planned(capsys, *given, "--hardware", str(file), "--kv-dtype", name)
+        for name in ("bfloat16", "int8")
+    ]
+    blocks = [each["host_memory"]["KV cache"] / each["policy"]["num_kv_blocks"] for each in plans]
+    assert 0.5 < blocks[1] / blocks[0] < 0.8  # heads of this model are small beside their factors
+    for where, message in (
+        (
+            ("--hardware", "g6.8xlarge"),
+            "is read by the cores alone, and g6.8xlarge (1 x l4) has a GPU",
+        ),
+        ((), "needs a node without a GPU: name it with --hardware"),
+    ):
+        assert run(["plan", *given, *where, "--kv-dtype", "int8"]) == 2
+        assert message in words(capsys.readouterr().err)
+
+
 @pytest.mark.slow
 def test_pictures_are_drawn(model: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "pictures"

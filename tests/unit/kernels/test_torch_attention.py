@@ -10,7 +10,7 @@ from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.paged_kv import BLOCK_TOKENS, unpack_block
 from raymoe.kernels.torch_attention import PagedBatch, append_and_attend_paged
 from tests.kinds import covering
-from tests.native.attention_cases import BF16, DTYPES, FP16, FP32, HEADS, STEPS, Case
+from tests.native.attention_cases import BF16, FP16, FP32, HEADS, STEPS, WITH_INT8, Case
 
 
 def run(case: Case, window: int | None = None, cache: Tensor | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def check(case: Case, window: int | None = None) -> None:
     torch.testing.assert_close(run(case, window).double(), want.double(), rtol=unit, atol=unit)
 
 
-@covering(dtypes=DTYPES, sequences=STEPS)
+@covering(dtypes=WITH_INT8, sequences=STEPS)
 def test_equals_the_reference_for_every_shape_of_pass(
     sequences: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -48,7 +48,7 @@ def test_a_token_sees_only_its_window(window: int) -> None:
     check(Case([(260, 1), (150, 150), (300, 40)], (4, 2, 32), (FP32, FP32)), window)
 
 
-@covering(dtypes=DTYPES, heads=HEADS, window=[None, 33])
+@covering(dtypes=WITH_INT8, heads=HEADS, window=[None, 33])
 def test_sinks_take_their_part_of_the_softmax(
     window: int | None,
     heads: tuple[int, ...],
@@ -70,7 +70,7 @@ def test_an_empty_pass_gives_nothing() -> None:
     assert run(Case([], (4, 2, 64), (BF16, BF16))).shape == (0, 256)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", WITH_INT8, ids=str)
 def test_keys_and_values_land_where_the_reference_puts_them(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:

@@ -9,7 +9,7 @@ from raymoe.plan.placement import LayerBytes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.specs.hardware import hardware_preset
-from raymoe.specs.layers import LatentAttentionSpec, RecurrentSpec
+from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from tests.unit.plan.device_jobs import placed_model
@@ -56,6 +56,16 @@ def test_a_token_of_deepseek_caches_one_latent_and_is_bound_by_operations() -> N
     assert layer.prefill_pair_flop == 2 * 128 * (192 + 128)
     assert layer.pair_flop / layer.kv_token_bytes == pytest.approx(242, abs=1)
     assert (layer.query_width, layer.output_width) == (128 * 576, 128 * 512)
+
+
+def test_the_cache_takes_the_bytes_of_its_layouts() -> None:
+    model = model_preset("gpt-oss-20b")
+    for dtype in (torch.bfloat16, torch.int8):
+        work = ModelWork.of(model, 2, kv_element_bytes=dtype.itemsize)
+        for layer, layout in zip(
+            work.layers, cache_layouts(model, dtype, torch.bfloat16), strict=True
+        ):
+            assert KV_BLOCK_TOKENS * layer.kv_token_bytes == layout.block_bytes
 
 
 def test_states_of_bfloat16_halve_what_a_sequence_keeps_besides_the_convolution() -> None:
