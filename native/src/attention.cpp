@@ -6,8 +6,11 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "attention_step.h"
+#include "rotation.h"
 #include "raymoe/worker_pool.h"
 
 namespace raymoe {
@@ -54,6 +57,7 @@ class Rounding {
   C operator()(Q x) const { return convert<C>(x); }
 };
 
+
 /// Integers from -127 to 127, the largest number one of them, and their common factor. Zero where
 /// all are too small to have one; where a number is not finite the factor is NaN.
 template <typename Q>
@@ -89,6 +93,20 @@ class Rounding<Q, int8_t> {
   float inverse_;
 };
 
+/// A key before it is rounded to the type of the cache; of int8 until the next on this thread.
+template <typename C, typename Q>
+const auto* key_to_store(const Q* key, int64_t dim) {
+  if constexpr (kIsScaled<C>) {
+    thread_local std::vector<float> rotated;
+    rotated.resize(static_cast<size_t>(dim));
+    for (int64_t d = 0; d < dim; ++d) rotated[static_cast<size_t>(d)] = to_float(key[d]);
+    rotate_row(rotated.data(), dim);
+    return static_cast<const float*>(rotated.data());
+  } else {
+    return key;
+  }
+}
+
 /// Tokens [begin, end) of the task into rows row, row + 1, ... of one block.
 template <typename Q, typename C>
 void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row, C* keys,
@@ -97,9 +115,11 @@ void write_block(const AppendTask& task, int64_t begin, int64_t end, int64_t row
   const int64_t dim = task.head_dim, value_dim = task.value_dim;
   [[maybe_unused]] float* scales = reinterpret_cast<float*>(values + kBlockTokens * value_dim);
   for (int64_t token = begin; token < end; ++token, ++row) {
-    const Q* key = static_cast<const Q*>(task.key) + token * task.key_stride;
+    const Q* given = static_cast<const Q*>(task.key) + token * task.key_stride;
+    const auto* key = key_to_store<C>(given, dim);
+    using K = std::remove_const_t<std::remove_pointer_t<decltype(key)>>;
     const Q* value = static_cast<const Q*>(task.value) + token * task.value_stride;
-    const Rounding<Q, C> key_rounding(key, dim, scales + row);
+    const Rounding<K, C> key_rounding(key, dim, scales + row);
     const Rounding<Q, C> value_rounding(value, value_dim, scales + kBlockTokens + row);
     C* key_out = keys + row * pair;
     for (int64_t d = 0; d < dim; d += pair)

@@ -44,7 +44,7 @@ inline int32_t sum8(__m256i x) {
 }
 
 /// The largest magnitude; NaN if there is one.
-inline float largest_of(const bf16* row, int64_t count) {
+inline float largest_of(const float* row, int64_t count) {
   __m256i top = _mm256_setzero_si256();
   for (int64_t d = 0; d < count; d += 8) {
     const __m256i bits = _mm256_castps_si256(load8(row + d));
@@ -54,7 +54,7 @@ inline float largest_of(const bf16* row, int64_t count) {
       static_cast<int32_t>(_mm512_reduce_max_epu32(_mm512_zextsi256_si512(top))))));
 }
 
-inline void pack_byte_query(const bf16* row, int64_t dim, uint8_t* to) {
+inline void pack_byte_query(const float* row, int64_t dim, uint8_t* to) {
   const float largest = largest_of(row, dim);
   const bool is_zero = largest < kMaxQuery * 0x1p-126f, is_finite = largest < __builtin_inff();
   const __m256 inverse = _mm256_set1_ps(is_zero || !is_finite ? 0 : kMaxQuery / largest);

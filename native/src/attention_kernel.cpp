@@ -6,6 +6,7 @@
 // matrices. A row's arithmetic never depends on its group: positions that only other rows see score
 // -inf, get weight 0 and add 0.
 #include "raymoe/attention.h"
+#include "rotation.h"
 
 #if defined(__AVX2__)
 #include "attention_prefetch.h"
@@ -512,6 +513,9 @@ void pack_queries(const TileWork<Dot>& work) {
     const int64_t token = tile.tokens == nullptr ? i : tile.tokens[i];
     pack_row(static_cast<const Q*>(tile.query) + token * shape.query_stride, width,
              work.query + i * width);
+    if constexpr (kIsScaled<typename Dot::C>)
+      for (int64_t head = 0; head < shape.group; ++head)
+        rotate_query(work.query + i * width + head * shape.head_dim, shape.head_dim);
   }
 }
 
@@ -524,8 +528,12 @@ void pack_queries(const TileWork<ByteDot>& work) {
     const int64_t index = row / shape.group;
     const int64_t token = tile.tokens == nullptr ? index : tile.tokens[index];
     const Q* from = static_cast<const Q*>(tile.query) + token * shape.query_stride;
-    pack_byte_query(from + row % shape.group * shape.head_dim, shape.head_dim,
-                    work.query + row * byte_query_stride(shape.head_dim));
+    // Behind the rows, where there is room for one of floats.
+    auto* floats = reinterpret_cast<float*>(work.query +
+                                            tile.num_rows() * byte_query_stride(shape.head_dim));
+    pack_row(from + row % shape.group * shape.head_dim, shape.head_dim, floats);
+    rotate_query(floats, shape.head_dim);
+    pack_byte_query(floats, shape.head_dim, work.query + row * byte_query_stride(shape.head_dim));
   }
 }
 #endif
@@ -624,15 +632,11 @@ float value_at(const C* values, int64_t dim, int64_t token, int64_t d) {
 }
 
 /// One row over positions [begin, end) of a chunk: scores, their maximum, exponentials, weighted sum.
-template <typename Q, typename C>
-void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t end,
-                const AttentionState& state) {
+template <typename C>
+void attend_row(const AttentionTile& tile, const float* query, int64_t row, int64_t begin,
+                int64_t end, const AttentionState& state) {
   const AttentionShape& shape = *tile.shape;
   const int64_t dim = shape.head_dim, value_dim = shape.value_dim;
-  const int64_t index = row / shape.group;
-  const int64_t token = tile.tokens == nullptr ? index : tile.tokens[index];
-  const Q* query =
-      static_cast<const Q*>(tile.query) + token * shape.query_stride + row % shape.group * dim;
   const auto keys_of = [&](int64_t position) {
     return static_cast<const C*>(tile.cache) +
            tile.block_table[position / kBlockTokens] * shape.block_stride;
@@ -647,7 +651,7 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
     const C* keys = keys_of(position);
     float score = 0;
     for (int64_t d = 0; d < dim; ++d)
-      score += to_float(query[d]) * key_at(keys, position % kBlockTokens, d);
+      score += query[d] * key_at(keys, position % kBlockTokens, d);
     if constexpr (kIsScaled<C>) score *= *scales_of(position);
     scores[position - begin] = score * shape.scale_log2e;
     max = std::max(max, scores[position - begin]);
@@ -668,11 +672,24 @@ void attend_row(const AttentionTile& tile, int64_t row, int64_t begin, int64_t e
   state.sum[row] = sum;
 }
 
+/// The query of a row as its keys are: in float32, rotated for int8.
+template <typename Q, typename C>
+void read_query(const AttentionTile& tile, int64_t row, float* to) {
+  const AttentionShape& shape = *tile.shape;
+  const int64_t index = row / shape.group;
+  const int64_t token = tile.tokens == nullptr ? index : tile.tokens[index];
+  const Q* query = static_cast<const Q*>(tile.query) + token * shape.query_stride +
+                   row % shape.group * shape.head_dim;
+  for (int64_t d = 0; d < shape.head_dim; ++d) to[d] = to_float(query[d]);
+  if constexpr (kIsScaled<C>) rotate_query(to, shape.head_dim);
+}
+
 template <typename Q, typename C>
 void attend(const AttentionTile& tile, const BlockRange& range, const AttentionState& state,
-            float*) {
+            float* scratch) {
   const AttentionShape& shape = *tile.shape;
   for (int64_t row = 0; row < tile.num_rows(); ++row) {
+    read_query<Q, C>(tile, row, scratch);
     if (range.begins) {
       float* out = state.out + row * padded_head_dim(shape.value_dim);
       state.max[row] = -std::numeric_limits<float>::infinity();
@@ -687,7 +704,7 @@ void attend(const AttentionTile& tile, const BlockRange& range, const AttentionS
     }
     for (int64_t next; begin < end; begin = next) {
       next = std::min(end, (begin / kChunkTokens + 1) * kChunkTokens);
-      attend_row<Q, C>(tile, row, begin, next, state);
+      attend_row<C>(tile, scratch, row, begin, next, state);
     }
   }
 }

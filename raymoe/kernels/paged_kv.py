@@ -48,7 +48,7 @@ class KvLayout:
     """Keys of a block, [D / P, B, P] for each KV head, then its values in tiles of 64 dimensions.
 
     Numbers of int8 have a float32 factor for each token and head: those of the block's keys are
-    behind its values, then those of its values.
+    behind its values, then those of its values. Keys are `rotated`.
 
     Attributes:
         value_head_dim: Dimensions of a value; None if it has as many as a key.
@@ -128,11 +128,32 @@ def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     return keys.view(shape), tiles
 
 
+def unrotated(rows_TGD: Tensor) -> Tensor:
+    """Invert `rotated`."""
+    dim = rows_TGD.shape[2]
+    return rotated(rows_TGD) / (dim & -dim)
+
+
 def scale_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Return the factors of keys and of values of int8, [N, G, B] float32 each."""
     begin = BLOCK_TOKENS * (layout.head_dim + layout.value_dim)
     key_NGB, value_NGB = torch.split(cache[:, :, begin:].view(torch.float32), BLOCK_TOKENS, 2)
     return key_NGB, value_NGB
+
+
+def rotated(rows_TGD: Tensor) -> Tensor:
+    """Multiply runs of each row by a Hadamard matrix, in float32.
+
+    A run has the largest power of two that divides a row. Keys of int8 are rotated: their few large
+    elements would take the steps from the others. Twice it multiplies by the length of a run.
+    Source: QuaRot (arXiv 2404.00456), section 4.
+    """
+    dim, out = rows_TGD.shape[2], rows_TGD.float()
+    size, step = dim & -dim, 1
+    while step < size:
+        left, right = out.reshape(-1, dim // (2 * step), 2, step).unbind(2)
+        out, step = torch.stack([left + right, left - right], 2), 2 * step
+    return out.reshape(rows_TGD.shape)
 
 
 def scaled(rows_TGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +183,7 @@ def write_rows(
     (blocks_T, offsets_T), (key_TGD, value_TGV), pair = places, rows, layout.pair
     if layout.is_scaled:
         key_NGB, value_NGB = scale_views(cache, layout)
-        key_TGD, key_NGB[blocks_T, :, offsets_T] = scaled(key_TGD)
+        key_TGD, key_NGB[blocks_T, :, offsets_T] = scaled(rotated(key_TGD))
         value_TGV, value_NGB[blocks_T, :, offsets_T] = scaled(value_TGV)
     keys, tiles = block_views(cache, layout)
     paired = key_TGD.reshape(*key_TGD.shape[:2], layout.head_dim // pair, pair)
@@ -183,7 +204,7 @@ def rows_of(
     value_TGV = torch.cat(values, dim=2)
     if layout.is_scaled:
         key_NGB, value_NGB = scale_views(cache, layout)
-        key_TGD = key_TGD * key_NGB[blocks_T, :, offsets_T, None]
+        key_TGD = unrotated(key_TGD * key_NGB[blocks_T, :, offsets_T, None])
         value_TGV = value_TGV * value_NGB[blocks_T, :, offsets_T, None]
     return key_TGD, value_TGV
 

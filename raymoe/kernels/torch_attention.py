@@ -18,6 +18,7 @@ from raymoe.kernels.paged_kv import (
     KvLayout,
     block_views,
     scale_views,
+    unrotated,
     write_rows,
 )
 from raymoe.kernels.selection import (
@@ -184,7 +185,8 @@ def _gather(cache: Tensor, table_SM: Tensor, layout: KvLayout) -> tuple[Tensor, 
     key_SGC, value_SGC = (
         scales_NGB[table_SM].transpose(1, 2).flatten(2) for scales_NGB in scale_views(cache, layout)
     )
-    return keys_SGCD * key_SGC[..., None], values_SGCV * value_SGC[..., None]
+    keys_SXD = (keys_SGCD * key_SGC[..., None]).flatten(1, 2)
+    return unrotated(keys_SXD).view(keys_SGCD.shape), values_SGCV * value_SGC[..., None]
 
 
 def append_and_attend_latent_paged(

@@ -28,7 +28,11 @@ LONGROPE = {
 }
 
 
-PLACED_KV = {"cpu": ("cpu", "auto"), "emulated": ("emulated", "auto"), "int8": ("cpu", "int8")}
+PLACED_KV = {
+    "cpu": {"device": "cpu", "dtype": "float32"},
+    "emulated": {"device": "emulated", "dtype": "float32"},
+    "int8": {"device": "cpu", "dtype": "bfloat16", "kv_dtype": "int8"},
+}
 
 
 @covering(placed=PLACED_KV, rope={"by length": LONGROPE, "plain": None})
@@ -36,9 +40,7 @@ def test_rows_share_blocks_and_keep_their_tokens(placed, rope, tmp_path):
     changes = {} if rope is None else {"rope_parameters": rope}
     model = make_checkpoint(tmp_path / "model", **changes)
     config = EngineConfig(
-        dtype="float32",
-        device=placed[0],
-        kv_dtype=placed[1],
+        **placed,
         num_threads=1,
         host_memory_bytes=3 * 2**30,
         linger_s=60.0,

@@ -11,7 +11,15 @@ from raymoe.kernels.cpu_attention import (
     append_and_attend,
     append_and_attend_reference,
 )
-from raymoe.kernels.paged_kv import BLOCK_TOKENS, KvLayout, pack_block, scale_views, scaled
+from raymoe.kernels.paged_kv import (
+    BLOCK_TOKENS,
+    KvLayout,
+    pack_block,
+    rotated,
+    scale_views,
+    scaled,
+    unrotated,
+)
 
 BF16, FP16, FP32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 # Query type, cache type.
@@ -121,19 +129,22 @@ class Case:
         for index, block in enumerate(blocks[: -(-past // BLOCK_TOKENS)].tolist()):
             layout = self.layout
             keys, values = (
-                self.cached(self._randn(BLOCK_TOKENS, layout.num_kv_heads, dim))
+                self._randn(BLOCK_TOKENS, layout.num_kv_heads, dim)
                 for dim in (layout.head_dim, layout.value_dim)
             )
             for part in (keys, values):
                 part[max(past - index * BLOCK_TOKENS, 0) :] = 0
             self.cache[block] = pack_block(keys, values, layout)
 
-    def cached(self, rows_TGD: Tensor) -> Tensor:
-        """These rows as the cache has them."""
+    def cached(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the step as the cache has them."""
         if not self.layout.is_scaled:
-            return rows_TGD.to(self.layout.dtype)
-        numbers_TGD, scale_TG = scaled(rows_TGD)
-        return numbers_TGD * scale_TG[..., None]
+            return self.key.to(self.layout.dtype), self.value.to(self.layout.dtype)
+        key_TGD, value_TGV = (
+            numbers * scale[..., None]
+            for numbers, scale in (scaled(rotated(self.key)), scaled(self.value))
+        )
+        return unrotated(key_TGD), value_TGV
 
     def add_sinks(self) -> None:
         """Scores without values, some of them far above or below all others."""

@@ -126,6 +126,13 @@ def test_bad_engine_option_is_refused_by_name(options):
         EngineConfig(**options)
 
 
+@pytest.mark.parametrize("device", ["cuda", "emulated"])
+def test_a_cache_of_int8_is_for_cores(device):
+    assert EngineConfig(kv_dtype="int8", device="cpu").kv_dtype == "int8"
+    with pytest.raises(ConfigError, match=f"by the cores alone, and the device {device!r}"):
+        EngineConfig(kv_dtype="int8", device=device)
+
+
 def test_unknown_engine_option_is_refused_with_a_suggestion():
     with pytest.raises(UnknownOptionError, match="did you mean 'num_threads'"):
         EngineConfig.from_dict({"num_thread": 2})

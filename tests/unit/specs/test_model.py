@@ -12,6 +12,7 @@ from raymoe.specs.families import FAMILIES
 from raymoe.specs.families.rules import used_fields
 from raymoe.specs.families.stored_names import NAMINGS
 from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
+from raymoe.specs.presets_models import model_preset
 from tests.parity.configurations import CONFIGURATIONS, FAMILY_CONFIGS, TEXT_CONFIGS
 from tests.parity.oracle import make_model
 from tests.unit.specs.config_classes import (
@@ -176,6 +177,14 @@ def test_layer_types_decide_where_transformers_reads_them() -> None:
         ModelSpec.from_config(config | {"layer_types": ["linear_attention", "full_attention"]})
     with pytest.raises(UnsupportedModelError, match="disagrees"):
         ModelSpec.from_config(config | {"model_type": "qwen3_moe"})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-linear-48b-a3b"])
+def test_latents_are_no_int8(name: str) -> None:
+    model_preset("gpt-oss-20b").check_int8_kv()
+    model_preset("qwen3.5-35b-a3b").check_int8_kv()  # states have no KV
+    with pytest.raises(ConfigError, match=r"layer \d+ keeps latents, index keys or entries"):
+        model_preset(name).check_int8_kv()
 
 
 def test_dense_layers_among_experts() -> None:
