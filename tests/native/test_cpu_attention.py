@@ -214,7 +214,7 @@ def test_a_few_large_elements_of_int8_keys_leave_the_others_their_steps(dtype: t
         case.key[..., 5] *= 30
         case.query[..., 5] /= 30
     error = (rounded.run().double() - exact.run().double()).pow(2).mean().sqrt()
-    assert error < 0.01  # 0.03 where keys are not rotated
+    assert error < 0.005  # 0.013 where keys are not rotated
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
