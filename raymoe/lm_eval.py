@@ -1,9 +1,7 @@
 """The model `raymoe` of EleutherAI's lm-evaluation-harness (the extra `lm-eval`).
 
-    python -m raymoe.lm_eval --model raymoe --model_args pretrained=DIR,dtype=float32 --tasks NAMES
-
-takes the options of `lm_eval`. In Python, importing this module makes the model known to
-`lm_eval.simple_evaluate(model="raymoe", model_args={"pretrained": DIR})`.
+`python -m raymoe.lm_eval` takes the options of `lm_eval`. In Python, importing this module makes
+the model known to `lm_eval.simple_evaluate(model="raymoe", model_args={"pretrained": DIR})`.
 """
 
 import logging
@@ -136,8 +134,8 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             room = self.max_length + 1 - len(scored)
             if room < 1:
                 raise ConfigError(
-                    f"{len(scored)} tokens are to be scored, max_length is {self.max_length}; "
-                    "give a larger one"
+                    f"{len(scored)} tokens are to be scored, and the model takes "
+                    f"{self.max_length}; score a shorter text"
                 )
             pairs.append((context[-room:], scored))
         contexts, continuations = zip(*pairs, strict=True) if pairs else ((), ())
@@ -196,8 +194,8 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         room = self.max_length - max_tokens
         if room < 1:
             raise ConfigError(
-                f"{max_tokens} tokens are to be generated, max_length is {self.max_length}; set "
-                "max_gen_toks lower"
+                f"{max_tokens} tokens are to be generated after a context, and the model takes "
+                f"{self.max_length} of both; ask for fewer"
             )
         return self.tok_encode(text)[-room:]
 
@@ -221,8 +219,8 @@ def _sampling_params(options: dict[str, Any], stop: Iterable[str]) -> SamplingPa
     options = {name: value for name, value in options.items() if value is not None}
     if unknown := sorted(options.keys() - SAMPLING_NAMES):
         raise ConfigError(
-            f"generation_kwargs has {', '.join(unknown)}; raymoe takes until, do_sample, "
-            f"max_gen_toks and {', '.join(sorted(SAMPLING_NAMES))}"
+            f"generation_kwargs has {', '.join(unknown)}, which raymoe does not take; besides the "
+            f"harness's own it takes {', '.join(sorted(SAMPLING_NAMES))}"
         )
     if not samples:
         options = {"temperature": 0.0}

@@ -26,7 +26,7 @@ from raymoe.kernels.cpu_experts import (
     PlainGatedFfn,
     RowMajorExperts,
 )
-from raymoe.kernels.cpu_linear import PackedLinear, PlainLinear
+from raymoe.kernels.cpu_linear import PackedGroups, PackedLinear, PlainLinear
 from raymoe.kernels.elementwise import Routing
 from raymoe.measure.timing import Clock
 from raymoe.model.decoder import Decoder
@@ -206,7 +206,7 @@ _TIMED = (
     ),
     *(
         _Timed(owner, "__call__", OperationKind.PROJECTIONS)
-        for owner in (PackedLinear, PlainLinear)
+        for owner in (PackedLinear, PackedGroups, PlainLinear)
     ),
     *(
         _Timed(owner, "__call__", OperationKind.EXPERTS)

@@ -162,7 +162,7 @@ def test_more_tokens_than_the_model_takes_are_refused(model: Path) -> None:
 
     harness = RaymoeLM(str(model), dtype="float32", device="cpu", max_length=64)
     with harness.engine:
-        with pytest.raises(ConfigError, match="70 tokens are to be scored, max_length is 64"):
+        with pytest.raises(ConfigError, match="70 tokens are to be scored, and the model takes 64"):
             harness._loglikelihood_tokens([(None, [1], [5] * 70)])
         with pytest.raises(ConfigError, match="64 tokens are to be generated"):
             harness._context("a", 64)
