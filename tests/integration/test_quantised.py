@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from raymoe import _native
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.memory.checkpoint import Checkpoint
@@ -112,6 +114,17 @@ def test_pages_of_stored_bytes_give_the_tokens_of_the_cpu(name: str, schedule: s
     assert generate(stored, **on_device) == generate(stored, dtype="float32")
 
 
+@pytest.fixture
+def _decoding_kernels() -> Iterator[None]:
+    """AVX512-BF16 multiplies by numbers, and scales sums: it rounds no weight to bfloat16."""
+    before = _native.active_isa()
+    if before == "avx512_bf16":
+        _native.set_isa("avx512")
+    yield
+    _native.set_isa(before)
+
+
+@pytest.mark.usefixtures("_decoding_kernels")
 @pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_packed_codes_give_the_tokens_of_packed_weights(name: str) -> None:
     """In bfloat16, to the bit where the kernels have it: codes are decoded to what was packed."""
