@@ -70,6 +70,7 @@ WRITTEN = {
     "packed_linear": ("out",),
     "pool_entries": (),
     "qkv_rope": ("query", "key", "value"),
+    "quantise_rows": ("codes", "scales"),
     "read_gated_streams": ("out",),
     "read_streams": ("out",),
     "rms_norm": ("hidden", "out"),
