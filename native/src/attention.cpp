@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "attention_step.h"
-#include "rotation.h"
 #include "raymoe/worker_pool.h"
+#include "rotation.h"
 
 namespace raymoe {
 namespace {
@@ -57,7 +57,6 @@ class Rounding {
   C operator()(Q x) const { return convert<C>(x); }
 };
 
-
 /// Integers from -127 to 127, the largest number one of them, and their common factor. Zero where
 /// all are too small to have one; where a number is not finite the factor is NaN.
 template <typename Q>
@@ -76,8 +75,9 @@ class Rounding<Q, int8_t> {
     inverse_ = is_finite && !is_zero ? kMax / largest : 0;
   }
   int8_t operator()(Q x) const {
+    if (inverse_ == 0) return 0;
     // The last bits of the sum are those of the number, rounded to nearest even.
-    return inverse_ == 0 ? int8_t{0} : static_cast<int8_t>(bits_of(to_float(x) * inverse_ + kWhole));
+    return static_cast<int8_t>(bits_of(to_float(x) * inverse_ + kWhole));
   }
 
  private:

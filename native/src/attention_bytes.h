@@ -1,4 +1,4 @@
-// Products of int8 keys and values by instructions that multiply bytes. Part of attention_kernel.cpp.
+// Products of int8 keys and values by instructions that multiply bytes, for attention_kernel.cpp.
 //
 // The other operand, a row of queries or weights, becomes integers of 16 bits with a factor: they
 // err by 2^-16 of the row's largest number at most. Each is a high and a low byte. Products and sums

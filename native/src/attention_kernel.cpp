@@ -367,9 +367,10 @@ void attend_rows(const TileWork<Dot>& work, const Chunk<Dot>& chunk, int64_t row
       scale_row(scores + i * kChunkTokens, chunk.key_scales + begin * kBlockTokens, count);
     if (tile.tokens == nullptr && (first > 0 || last < count - 1))
       mask_row(scores + i * kChunkTokens, count, first, last);
-    factors[i] = softmax_row<Dot>(scores + i * kChunkTokens, count, shape.scale_log2e,
-                                  work.state.max + row + i, work.state.parts + (row + i) * kSumParts,
-                                  chunk.value_scales + begin * kBlockTokens, weights + i * kChunkTokens);
+    factors[i] = softmax_row<Dot>(
+        scores + i * kChunkTokens, count, shape.scale_log2e, work.state.max + row + i,
+        work.state.parts + (row + i) * kSumParts, chunk.value_scales + begin * kBlockTokens,
+        weights + i * kChunkTokens);
   }
   add_values<kRows>(work, chunk, row, {begin, end}, weights, factors);
 }

@@ -22,8 +22,8 @@ constexpr int64_t pages_of(int64_t bytes) { return (bytes + kPageBytes - 1) / kP
 constexpr int64_t kPagesAhead[] = {12, 6, 3, 1};
 constexpr int64_t kMaxPagesAhead = kPagesAhead[0];
 
-/// Calls `step` for each of `depth` rows of kRowBytes, a divisor of a page, that begin `offset` bytes
-/// behind the first page of `path`; prefetches what lies ahead, to the second-level cache: it is as
+/// Calls `step` for each of `depth` rows of kRowBytes, a divisor of a page, that begin `offset`
+/// bytes behind the first page of `path`; prefetches what lies ahead, to the second-level cache: it is as
 /// large as the first. Addresses are looked up once a page.
 template <bool kPrefetch, int64_t kRowBytes, typename Step>
 inline __attribute__((always_inline)) void for_each_row(const char* const* path, int64_t offset,

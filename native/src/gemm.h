@@ -9,8 +9,8 @@
 // Sums are float32 and run over the pairs of inputs in ascending order, whatever the number of
 // rows, threads or blocks: a row gives the same bits in every batch.
 //
-// Panels of int8 are multiplied as they are, by rows of int8 in place of bfloat16 (int8.h). Those of
-// other codes (panels.h) are multiplied in one of two ways, which the format and the
+// Panels of int8 are multiplied as they are, by rows of int8 in place of bfloat16 (int8.h). Those
+// of other codes (panels.h) are multiplied in one of two ways, which the format and the
 // instruction set decide, not the number of rows:
 // - The numbers of codes, exact in bfloat16, are multiplied and summed over a span: up to 64 pairs
 //   of a group. The sum times the scale of the group, in float32, is added to the sum of the spans

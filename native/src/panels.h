@@ -3,8 +3,9 @@
 //
 // A packed matrix is, where inputs name their groups, int32 [2 * pairs] of them; then its panels.
 // A panel of 32 columns is
-//   codes   [pairs][32][2] bytes, of int8 [words][32][4]; or, of four bits, [pairs][2][16] bytes: byte b of half h holds
-//           input b % 2 of column 16 h + b / 2 below and of column 16 h + 8 + b / 2 above
+//   codes   [pairs][32][2] bytes, of int8 [words][32][4]; or, of four bits, [pairs][2][16] bytes:
+//           byte b of half h holds input b % 2 of column 16 h + b / 2 below and of column
+//           16 h + 8 + b / 2 above
 //   scales  [groups][32], or [groups][2] where 16 columns share them
 //   zeros   [groups][16] bytes: byte b holds column b below and column 16 + b above
 //   factors [2][2] float32, with E4M3 scales: multiplier and divisor of the scales of 16 columns

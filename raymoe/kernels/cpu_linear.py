@@ -22,6 +22,7 @@ _KINDS = {
     ("e2m1", torch.float8_e4m3fn): "e2m1_e4m3",
     ("e4m3", torch.uint8): "e4m3_e8m0",
 }
+_FLOAT_SCALED = ("e4m3", "int8")  # scales that are not powers of two become float32
 
 
 class Packing(Protocol):
@@ -107,10 +108,9 @@ def packing_for(stored: WeightFormat | None, out_features: int, in_features: int
 
 def _kind(codes: Codes) -> str:
     dtype = codes.scales_BG.dtype
-    if codes.kind == "int8":
-        return "int8"
-    # FP8 scales of other types become float32.
-    return "e4m3" if codes.kind == "e4m3" and dtype != torch.uint8 else _KINDS[codes.kind, dtype]
+    if codes.kind in _FLOAT_SCALED and dtype != torch.uint8:
+        return codes.kind
+    return _KINDS[codes.kind, dtype]
 
 
 def _tensors(
@@ -119,7 +119,7 @@ def _tensors(
     assert isinstance(weight, StoredMatrix)
     codes = unpack(weight)
     scales_BG = codes.scales_BG
-    if _kind(codes) in {"e4m3", "int8"}:
+    if _kind(codes) in _FLOAT_SCALED:
         scales_BG = float_scales(scales_BG)
     elif scales_BG.dtype == torch.float8_e4m3fn:
         scales_BG = scales_BG.view(torch.uint8)

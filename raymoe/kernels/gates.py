@@ -12,17 +12,18 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.kernels.elementwise import native_reads, rms_norm, weigh_norm
+from raymoe.specs.layers import GateActivation
 
-GateActivation = Literal["sigmoid", "softplus", "silu"]
+AnyActivation = GateActivation | Literal["silu"]
 
-_ACTIVATIONS: Mapping[GateActivation, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: Mapping[AnyActivation, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": functional.softplus,
     "silu": functional.silu,
 }
 
 
-def gate_values(values_TX: Tensor, gates_TA: Tensor, activation: GateActivation) -> Tensor:
+def gate_values(values_TX: Tensor, gates_TA: Tensor, activation: AnyActivation) -> Tensor:
     """Multiply heads by their gates, one for each head or for each column, [T, X].
 
     A gate is computed in float32 and rounded before it multiplies.
@@ -42,7 +43,7 @@ def norm_and_gate(
     gates_TX: Tensor,
     eps: float,
     *,
-    activation: GateActivation,
+    activation: AnyActivation,
     rounds_norm: bool,
 ) -> Tensor:
     """Multiply the RMS norm of each head by float32 gates, [T, X].

@@ -99,7 +99,12 @@ class KvLayout:
     @property
     def block_shape(self) -> tuple[int, int]:
         scales = 2 * torch.float32.itemsize if self.is_scaled else 0
-        return (self.num_kv_heads, BLOCK_TOKENS * (self.head_dim + self.value_dim + scales))
+        return (self.num_kv_heads, self.num_elements + BLOCK_TOKENS * scales)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the keys and values of a block and KV head, without factors."""
+        return BLOCK_TOKENS * (self.head_dim + self.value_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -119,8 +124,7 @@ def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     """Return keys [N, G, D / P, B, P] and tiles of values, [N, G, B / P, columns, P] each."""
     num_blocks, num_kv_heads, pair = len(cache), layout.num_kv_heads, layout.pair
     shape = (num_blocks, num_kv_heads, layout.head_dim // pair, BLOCK_TOKENS, pair)
-    ends = [layout.key_elements, BLOCK_TOKENS * (layout.head_dim + layout.value_dim)]
-    keys, values, _ = cache.tensor_split(ends, dim=2)
+    keys, values, _ = cache.tensor_split([layout.key_elements, layout.num_elements], dim=2)
     tiles = [
         tile.view(num_blocks, num_kv_heads, BLOCK_TOKENS // pair, -1, pair)
         for tile in torch.split(values, BLOCK_TOKENS * VALUE_COLUMNS, dim=2)
@@ -128,16 +132,10 @@ def block_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, list[Tensor]]:
     return keys.view(shape), tiles
 
 
-def unrotated(rows_TGD: Tensor) -> Tensor:
-    """Invert `rotated`."""
-    dim = rows_TGD.shape[2]
-    return rotated(rows_TGD) / (dim & -dim)
-
-
 def scale_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Return the factors of keys and of values of int8, [N, G, B] float32 each."""
-    begin = BLOCK_TOKENS * (layout.head_dim + layout.value_dim)
-    key_NGB, value_NGB = torch.split(cache[:, :, begin:].view(torch.float32), BLOCK_TOKENS, 2)
+    scales_NGX = cache[:, :, layout.num_elements :].view(torch.float32)
+    key_NGB, value_NGB = torch.split(scales_NGX, BLOCK_TOKENS, dim=2)
     return key_NGB, value_NGB
 
 
@@ -154,6 +152,12 @@ def rotated(rows_TGD: Tensor) -> Tensor:
         left, right = out.reshape(-1, dim // (2 * step), 2, step).unbind(2)
         out, step = torch.stack([left + right, left - right], 2), 2 * step
     return out.reshape(rows_TGD.shape)
+
+
+def unrotated(rows_TGD: Tensor) -> Tensor:
+    """Invert `rotated`."""
+    dim = rows_TGD.shape[2]
+    return rotated(rows_TGD) / (dim & -dim)
 
 
 def scaled(rows_TGD: Tensor) -> tuple[Tensor, Tensor]:

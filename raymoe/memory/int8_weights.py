@@ -9,13 +9,10 @@ from raymoe.errors import ConfigError
 from raymoe.kernels.cpu_experts import packed_experts_are_used
 from raymoe.kernels.cpu_linear import quantise_matrix
 from raymoe.memory.weights import Weights
-from raymoe.specs.layer_weights import EMBEDDING, GROUPED_OUTPUT, HEAD, INDEXER, KV_UP
+from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Int8Channel
 from raymoe.specs.weight_names import model_weights
-
-# Multiplied by kernels that take bfloat16 alone, or part of what attention chooses by.
-_PLAIN = (INDEXER, KV_UP, GROUPED_OUTPUT)
 
 
 def int8_model(spec: ModelSpec) -> ModelSpec:
@@ -35,7 +32,7 @@ def int8_model(spec: ModelSpec) -> ModelSpec:
         )
     activations = {layer.ffn.activation for layer in spec.layers}
     are_packed = all(packed_experts_are_used(torch.bfloat16, each) for each in activations)
-    return spec.with_int8((*_PLAIN, *(() if are_packed else ("mlp.",))))
+    return spec.with_int8(has_plain_networks=not are_packed)
 
 
 class Int8Weights:

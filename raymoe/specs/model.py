@@ -29,6 +29,9 @@ from raymoe.specs.layer_config import (
     parse_streams,
 )
 from raymoe.specs.layer_weights import (
+    GROUPED_OUTPUT,
+    INDEXER,
+    KV_UP,
     LAYER_NUMBER,
     NGRAM_TABLE,
     Shape,
@@ -316,13 +319,16 @@ class ModelSpec:
             logit_softcap=None,
         )
 
-    def with_int8(self, plain: Iterable[str] = ()) -> Self:
+    def with_int8(self, *, has_plain_networks: bool = False) -> Self:
         """This model with matrices in int8 in memory, and a head of its own.
 
+        Matrices stay as they are that are multiplied by kernels for bfloat16 alone, or are part of
+        what attention chooses by.
+
         Args:
-            plain: Parts of names of modules whose matrices stay as they are, besides those that no
-                method quantises.
+            has_plain_networks: So do those of networks and experts.
         """
+        plain = [INDEXER, KV_UP, GROUPED_OUTPUT, *(["mlp."] if has_plain_networks else [])]
         patterns = [f"re:.*{re.escape(part)}.*" for part in plain]
         int8 = Quantization(
             method="int8",

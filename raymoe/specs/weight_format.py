@@ -134,13 +134,7 @@ class Fp8Channel(WeightFormat):
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         return (
             _codes(rows, columns, "F8_E4M3"),
-            Piece(
-                name="scales",
-                suffix=".weight_scale",
-                shape=(rows, 1),
-                dtypes=("F32",),
-                widened=HALVES,
-            ),
+            _row_scales(rows),
         )
 
 
@@ -159,14 +153,7 @@ class Fp8Tensor(WeightFormat):
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         return (
             _codes(rows, columns, "F8_E4M3"),
-            Piece(
-                name="scales",
-                suffix=self.scales_suffix,
-                shape=(rows, 1),
-                dtypes=("F32",),
-                widened=HALVES,
-                is_repeated=True,
-            ),
+            _row_scales(rows, self.scales_suffix, is_repeated=True),
         )
 
 
@@ -182,13 +169,7 @@ class Int8Channel(WeightFormat):
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
         return (
             _codes(rows, columns, "I8"),
-            Piece(
-                name="scales",
-                suffix=".weight_scale",
-                shape=(rows, 1),
-                dtypes=("F32",),
-                widened=HALVES,
-            ),
+            _row_scales(rows),
         )
 
 
@@ -433,6 +414,13 @@ def _codes(rows: int, columns: int, dtype: str) -> Piece:
     return Piece(
         name="codes", suffix=".weight", shape=(rows, columns), dtypes=(dtype,), column_axis=1
     )
+
+
+def _row_scales(rows: int, suffix: str = ".weight_scale", *, is_repeated: bool = False) -> Piece:
+    return Piece(
+        name="scales", suffix=suffix, shape=(rows, 1), dtypes=("F32",), widened=HALVES,
+        is_repeated=is_repeated,
+    )  # fmt: skip
 
 
 def _column_groups(groups: int, rows: int, size: int) -> tuple[Piece, Piece]:

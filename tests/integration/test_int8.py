@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.quantization import name_or_expression
 from raymoe.specs.weight_format import Int8Channel
 from tests.parity.cases import get_case
 from tests.parity.configurations import Configuration, first_of_each_family
@@ -110,7 +112,11 @@ def int8_decoder(directory: Path, *left_out: str) -> Decoder:
     """
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
-    int8 = spec.with_int8(left_out) if left_out else int8_model(spec)
+    int8 = int8_model(spec)
+    assert int8.quantization is not None
+    others = tuple(name_or_expression(f"re:.*{part}.*") for part in left_out)
+    excluded = (*int8.quantization.excluded, *others)
+    int8 = replace(int8, quantization=replace(int8.quantization, excluded=excluded))
     weights = Int8Weights(store, spec, int8)
     num_bytes = decoder_arena_bytes(int8, torch.bfloat16, weights)
     arena = HostArena(num_bytes)

@@ -10,8 +10,8 @@
 // last one narrower if need be: what a register block reads is one run of memory.
 //
 // Keys and values of int8 are numbers from -127 to 127, each token's of a head with a float32
-// factor; keys are rotated before (src/rotation.h). Behind its values a block has the factors of its keys, then those of its values, [B] each:
-// B * (D + V + 8) bytes.
+// factor; keys are rotated before (src/rotation.h). Behind its values a block has the factors of
+// its keys, then those of its values, [B] each: B * (D + V + 8) bytes.
 #pragma once
 
 #include <cstdint>
@@ -142,7 +142,7 @@ struct AttentionState {
 /// Maximum of the rows of a tile: as many as keep its state and scores near the core.
 constexpr int64_t kAttentionRows = 64;
 
-/// Floats of scratch that `attend` needs for `rows` rows: these, and one besides.
+/// Floats of scratch that `attend` needs: queries of `rows` rows, and room for one more to rotate.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
   return (rows + 1) * padded_head_dim(head_dim);
 }

@@ -41,8 +41,8 @@ struct Gating {
 ///
 /// The K products of a token are added in float32 in ascending order of expert and rounded once;
 /// the gated product is rounded to bfloat16 between the two products, and then to int8 where the
-/// weights of down are. The bits of a token depend on
-/// nothing but its own row, ids and weights. No overlap of out with hidden.
+/// weights of down are. The bits of a token depend on nothing but its own row, ids and weights. No
+/// overlap of out with hidden.
 struct ExpertsProblem {
   ExpertWeights weights;
   const bf16* hidden;

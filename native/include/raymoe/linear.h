@@ -31,8 +31,9 @@ void pack_gate_up(const WeightSource& gate, const WeightSource& up, bf16* packed
 /// out = x * weight^T + bias. Rows of x and out may be any distance apart; no overlap of out with
 /// anything else. Float32 sums in a fixed order, at most one rounding: the bits of a row do not
 /// depend on the other rows or on the number of threads. Rows that meet weights of int8 are
-/// quantised first, each by its largest input, and the sums are exact integers. Several groups, each with inputs, outputs
-/// and a bfloat16 weight of its own, have no bias; their packed weights follow one another.
+/// quantised first, each by its largest input, and the sums are exact integers. Several groups, each
+/// with inputs, outputs and a bfloat16 weight of its own, have no bias; their packed weights follow
+/// one another.
 struct LinearProblem {
   const bf16* x;
   int64_t x_stride;  // elements

@@ -9,9 +9,6 @@ from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.kernels.gated_streams import add_gated_, norm_streams, read_gated
 from tests.kinds import covering
 from tests.triton_mode import DEVICES
-from tests.unit.kernels.test_streams import HOST, by
-
-__all__ = ["by"]
 
 UNIT = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 EPS = 1e-3
@@ -46,10 +43,9 @@ def check(count: int, hidden: int, tokens: int, dtype: torch.dtype, device: str)
     torch.testing.assert_close(hidden_TX.double(), want_TSH.flatten(1), rtol=unit, atol=4e-6)
 
 
-@pytest.mark.parametrize("by", HOST, indirect=True)
+@pytest.mark.usefixtures("by_each")
 @covering(count=(2, 3, 4, 9), dtype=FLOAT_DTYPES)
-def test_cores_compute_the_formulas(count: int, dtype: torch.dtype, by: str) -> None:
-    del by
+def test_cores_compute_the_formulas(count: int, dtype: torch.dtype) -> None:
     for hidden, tokens in ((24, 3), (40, 150), (8, 0)):
         check(count, hidden, tokens, dtype, "cpu")
 

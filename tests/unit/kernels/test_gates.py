@@ -7,11 +7,8 @@ from torch import Tensor
 from raymoe import _native
 from raymoe.kernels import gates
 from raymoe.kernels.elementwise import FLOAT_DTYPES
-from raymoe.kernels.gates import GateActivation, gate_and_norm, gate_values, norm_and_gate
+from raymoe.kernels.gates import AnyActivation, gate_and_norm, gate_values, norm_and_gate
 from tests.kinds import covering
-from tests.unit.kernels.test_streams import HOST, by
-
-__all__ = ["by"]
 
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 EPS = 1e-3
@@ -32,26 +29,24 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=UNIT[dtype], atol=UNIT[dtype] / 4)
 
 
-@pytest.mark.parametrize("by", HOST, indirect=True)
+@pytest.mark.usefixtures("by_each")
 @covering(
     dtype=FLOAT_DTYPES, activation=["sigmoid", "silu", "softplus"], width=[1, 24], tokens=[0, 1, 70]
 )
 def test_values_are_multiplied_by_gates(
-    dtype: torch.dtype, activation: GateActivation, width: int, tokens: int, by: str
+    dtype: torch.dtype, activation: AnyActivation, width: int, tokens: int
 ) -> None:
-    del by
     values_TX, gates_TA = draw(tokens, 5 * width, dtype=dtype), draw(tokens, 5, dtype=dtype)
     factors_TA1 = FORMULAS[activation](gates_TA.double())[..., None]
     want_TX = (values_TX.double().reshape(tokens, 5, width) * factors_TA1).flatten(1)
     close(gate_values(values_TX, gates_TA, activation), want_TX, dtype)
 
 
-@pytest.mark.parametrize("by", HOST, indirect=True)
+@pytest.mark.usefixtures("by_each")
 @covering(dtype=FLOAT_DTYPES, activation=["sigmoid", "silu"], rounds=[False, True], width=[9, 64])
 def test_norms_are_multiplied_by_gates(
-    dtype: torch.dtype, activation: GateActivation, rounds: bool, width: int, by: str
+    dtype: torch.dtype, activation: AnyActivation, rounds: bool, width: int
 ) -> None:
-    del by
     values_TX, gates_TX = (draw(70, 3 * width, dtype=dtype) for _ in range(2))
     weight_V = torch.rand(width).to(dtype)
     heads_TAV = values_TX.double().view(70, 3, width)
@@ -64,10 +59,9 @@ def test_norms_are_multiplied_by_gates(
     close(got_TX, want_TX, dtype)
 
 
-@pytest.mark.parametrize("by", HOST, indirect=True)
+@pytest.mark.usefixtures("by_each")
 @covering(dtype=FLOAT_DTYPES, groups=[1, 4], width=[9, 64])
-def test_gated_values_have_norms(dtype: torch.dtype, groups: int, width: int, by: str) -> None:
-    del by
+def test_gated_values_have_norms(dtype: torch.dtype, groups: int, width: int) -> None:
     values_TX, gates_TX = (draw(70, groups * width, dtype=dtype) for _ in range(2))
     weight_X = torch.rand(groups * width).to(dtype)
     gated_TX = values_TX.double() * FORMULAS["silu"](gates_TX.double())

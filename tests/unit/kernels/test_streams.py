@@ -1,6 +1,5 @@
 """Hidden states of several streams against plain formulas: by torch, and in Triton."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raymoe import _native
-from raymoe.kernels import gated_streams, gates, streams
+from raymoe.kernels import streams
 from raymoe.kernels.cpu_linear import make_linear
 from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.kernels.streams import (
@@ -94,28 +92,9 @@ SPECS = {
 }
 
 
-HOST = ["torch", *_native.supported_isas()]
-
-
-@pytest.fixture
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What computes on the host: torch, or the native kernels of an instruction set."""
-    before = _native.active_isa()
-    if request.param == "torch":
-        monkeypatch.setattr(streams, "native_reads", lambda *_: False)
-        monkeypatch.setattr(gated_streams, "native_reads", lambda *_: False)
-        monkeypatch.setattr(gates, "native_reads", lambda *_: False)
-        monkeypatch.setattr(gated_streams, "native_mixes", lambda *_: False)
-    else:
-        _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
-
-
-@pytest.mark.parametrize("by", HOST, indirect=True)
+@pytest.mark.usefixtures("by_each")
 @covering(spec=SPECS, dtype=FLOAT_DTYPES)
-def test_cores_compute_the_formulas(spec: StreamsSpec, dtype: torch.dtype, by: str) -> None:
-    del by
+def test_cores_compute_the_formulas(spec: StreamsSpec, dtype: torch.dtype) -> None:
     for hidden, tokens in ((24, 3), (40, 150), (8, 0)):
         check(spec, hidden, tokens, dtype, "cpu")
 
