@@ -68,7 +68,8 @@ def test_ends_at_every_place_before_a_step_cut_the_history(tmp_path: Path) -> No
 )
 @torch.inference_mode()
 def test_bfloat16_errs_at_most_twice_as_much_as_plain_torch(name: str, tmp_path: Path) -> None:
-    configuration = configuration_of(name, initializer_range=0.1, max_position_embeddings=4096)
+    # Neither experts nor blocks are chosen: a single tie would be the largest error.
+    configuration = configuration_of(name, initializer_range=0.1, indexer_budget=2048, **SIZES)
     model = make_checkpoint(configuration, tmp_path)
     model.set_attn_implementation("sdpa")
     (tokens,) = make_prompts(configuration, 1, (1500,))
