@@ -264,7 +264,7 @@ void packed_linear(const LinearProblem& given) {
   if (num_workers == 1)
     body(0);
   else
-    pool->run(body);
+    pool->run_awake(body);
 }
 
 int64_t packed_gate_up_bytes(int64_t expert_size, int64_t hidden_size) {

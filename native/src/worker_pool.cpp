@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -12,9 +13,12 @@
 namespace raymoe {
 namespace {
 
-// About 50 microseconds: longer than the gap between two kernels of a layer, far shorter than a
-// scheduler tick, so spinning never takes a core from another process for long.
-constexpr int kSpins = 2000;
+// Workers spin for longer than the gap between two kernels of a layer, because waking a core takes 50
+// to 100 microseconds in a virtual machine. A caller soon makes way for a worker that it waits for,
+// which may have lost its core. Both are far shorter than a scheduler tick, so that spinning never
+// takes a core from another process for long.
+constexpr std::chrono::microseconds kIdle{200}, kPatience{40};
+constexpr int kSpinsPerLook = 16;  // at the clock
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -25,13 +29,22 @@ inline void relax() {
 }
 
 template <typename Done>
-bool spin_until(Done done) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (done()) return true;
-    relax();
-  }
+bool spin_until(Done done, std::chrono::microseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    for (int i = 0; i < kSpinsPerLook; ++i) {
+      if (done()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
   return done();
 }
+
+// The word of a launch: its number, whether workers may still join, and how many have.
+constexpr uint64_t kOpen = uint64_t{1} << 31;
+
+constexpr uint32_t number_of(uint64_t launch) { return static_cast<uint32_t>(launch >> 32); }
+constexpr uint32_t joined_of(uint64_t launch) { return static_cast<uint32_t>(launch & (kOpen - 1)); }
 
 }  // namespace
 
@@ -59,47 +72,68 @@ void WorkerPool::call(int worker) {
   }
 }
 
+/// Joins the last launch, unless it is the one that was `seen` last or takes no more workers.
+bool WorkerPool::join(uint32_t* seen) {
+  uint64_t launch = launch_.load(std::memory_order_acquire);
+  while (number_of(launch) != *seen && (launch & kOpen) != 0) {
+    if (!launch_.compare_exchange_weak(launch, launch + 1, std::memory_order_acq_rel)) continue;
+    *seen = number_of(launch);
+    return true;
+  }
+  *seen = number_of(launch);
+  return false;
+}
+
 void WorkerPool::worker_loop(int worker) {
-  uint64_t seen = 0;
+  uint32_t seen = 0;
   while (true) {
-    const auto changed = [&] { return generation_.load(std::memory_order_acquire) != seen; };
-    if (!spin_until([&] { return changed() || stop_.load(std::memory_order_relaxed); })) {
+    const auto changed = [&] { return number_of(launch_.load(std::memory_order_acquire)) != seen; };
+    if (!spin_until([&] { return changed() || stop_.load(std::memory_order_relaxed); },
+                    kIdle)) {
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return changed() || stop_.load(); });
     }
     if (!changed()) return;  // stopped
-    ++seen;
+    if (!join(&seen)) continue;
     call(worker);
-    num_running_.fetch_sub(1, std::memory_order_release);
+    num_done_.fetch_add(1, std::memory_order_release);
   }
 }
 
-void WorkerPool::run(const std::function<void(int)>& body) {
-  std::lock_guard<std::mutex> launch(launch_mutex_);
+void WorkerPool::launch(const std::function<void(int)>& body, Workers needed) {
+  std::lock_guard<std::mutex> one_at_a_time(launch_mutex_);
   body_ = &body;
   error_ = nullptr;
+  num_done_.store(0, std::memory_order_relaxed);
   if (!threads_.empty()) {
-    num_running_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
+    const uint64_t number = number_of(launch_.load(std::memory_order_relaxed)) + uint64_t{1};
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      generation_.fetch_add(1, std::memory_order_release);
+      launch_.store(number << 32 | kOpen, std::memory_order_release);
     }
     wake_.notify_all();
   }
   call(0);
-  while (num_running_.load(std::memory_order_acquire) != 0)
-    if (!spin_until([&] { return num_running_.load(std::memory_order_acquire) == 0; }))
-      std::this_thread::yield();
+  auto joined = static_cast<uint32_t>(threads_.size());
+  if (needed == Workers::kAwake)
+    joined = joined_of(launch_.fetch_and(~kOpen, std::memory_order_acq_rel));
+  const auto are_done = [&] { return num_done_.load(std::memory_order_acquire) == joined; };
+  while (!are_done())
+    if (!spin_until(are_done, kPatience)) std::this_thread::yield();
   body_ = nullptr;
   if (error_) std::rethrow_exception(error_);
 }
+
+void WorkerPool::run(const std::function<void(int)>& body) { launch(body, Workers::kAll); }
+
+void WorkerPool::run_awake(const std::function<void(int)>& body) { launch(body, Workers::kAwake); }
 
 void WorkerPool::for_each(int64_t num_tasks, int64_t grain,
                           const std::function<void(int, int64_t)>& body) {
   if (num_tasks <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   std::atomic<int64_t> next{0};
-  run([&](int worker) {
+  run_awake([&](int worker) {
     while (true) {
       const int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
       if (begin >= num_tasks) return;

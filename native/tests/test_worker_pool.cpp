@@ -46,6 +46,21 @@ void every_task_runs_once() {
     }
 }
 
+void tasks_wait_for_no_worker_that_has_none() {
+  WorkerPool pool(4);
+  for (int launch = 0; launch < 3000; ++launch) {
+    if (launch % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // all sleep
+    std::atomic<int> next{0}, calls{0};
+    pool.run_awake([&](int) {
+      while (next++ < launch % 5) calls++;
+    });
+    CHECK(calls == launch % 5);
+    calls = 0;
+    pool.run([&](int) { calls++; });
+    CHECK(calls == 4);
+  }
+}
+
 void the_first_error_surfaces_and_the_pool_survives() {
   WorkerPool pool(2);
   CHECK_THROWS(pool.run([](int worker) {
@@ -104,6 +119,7 @@ int main() {
   every_worker_runs_once_per_launch();
   workers_that_went_to_sleep_wake_up();
   every_task_runs_once();
+  tasks_wait_for_no_worker_that_has_none();
   the_first_error_surfaces_and_the_pool_survives();
   several_threads_may_launch();
   bad_sizes_are_refused();

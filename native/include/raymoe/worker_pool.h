@@ -14,7 +14,7 @@
 namespace raymoe {
 
 /// Runs one function on all workers at once. Workers spin briefly between launches, then sleep,
-/// so that a sequence of kernels costs no wake-ups and an idle engine costs no CPU.
+/// so that a sequence of kernels costs few wake-ups and an idle engine costs no CPU.
 class WorkerPool {
  public:
   explicit WorkerPool(int num_threads);
@@ -29,20 +29,28 @@ class WorkerPool {
   /// by a worker is rethrown here. Not reentrant: body must not call run.
   void run(const std::function<void(int)>& body);
 
+  /// As `run`, but without workers that are still asleep, or whose core belongs to another process,
+  /// when the others are done: body must take its tasks from what all workers share.
+  void run_awake(const std::function<void(int)>& body);
+
   /// Calls body(worker, task) for every task in [0, num_tasks); workers take `grain` tasks at a
-  /// time from a shared counter, so uneven tasks balance.
+  /// time from a shared counter, so uneven tasks balance. Waits for no worker that has none.
   void for_each(int64_t num_tasks, int64_t grain,
                 const std::function<void(int, int64_t)>& body);
 
  private:
+  enum class Workers { kAll, kAwake };
+
+  void launch(const std::function<void(int)>& body, Workers needed);
   void worker_loop(int worker);
+  bool join(uint32_t* seen);
   void call(int worker);
 
   std::mutex launch_mutex_;  // one launch at a time
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> generation_{0};
-  std::atomic<int> num_running_{0};
+  std::atomic<uint64_t> launch_{0};  // worker_pool.cpp says what it holds
+  std::atomic<uint32_t> num_done_{0};
   std::atomic<bool> stop_{false};
   const std::function<void(int)>* body_ = nullptr;
   std::exception_ptr error_;
