@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raymoe.errors import CheckpointError
+from raymoe.rotation import input_run, rotated
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -32,7 +33,7 @@ from raymoe.specs.weight_format import (
     WeightFormat,
 )
 
-CodeKind = Literal["int4", "e2m1", "e4m3", "int8"]
+CodeKind = Literal["int4", "e2m1", "e4m3", "int8", "rotated_int8"]
 
 INT4_ZERO = 8  # code of zero, without zero points
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -76,6 +77,8 @@ def decode(codes: Codes, dtype: torch.dtype) -> Tensor:
     if codes.block_rows > 1:
         scales_BG = scales_BG.repeat_interleave(codes.block_rows, 0)[: len(numbers_OI)]
     groups_OGS *= _by_input(scales_BG, codes)
+    if codes.kind == "rotated_int8":
+        numbers_OI = rotated(numbers_OI, input_run(numbers_OI.shape[1]))
     return numbers_OI.to(dtype)
 
 
@@ -123,6 +126,7 @@ _NUMBERS: Mapping[CodeKind, Callable[[Tensor], Tensor]] = {
     "e2m1": _e2m1,
     "e4m3": lambda codes_OI: codes_OI.view(torch.float8_e4m3fn).float(),
     "int8": lambda codes_OI: codes_OI.view(torch.int8).float(),
+    "rotated_int8": lambda codes_OI: codes_OI.view(torch.int8).float(),
 }
 
 
@@ -367,8 +371,9 @@ def unpack_channel(matrix: StoredMatrix) -> Codes:
 
 
 def unpack_int8(matrix: StoredMatrix) -> Codes:
+    assert isinstance(matrix.format, Int8Channel)
     return Codes(
-        kind="int8",
+        kind="rotated_int8" if matrix.format.is_rotated else "int8",
         codes_OI=matrix.pieces["codes"].view(torch.uint8),
         scales_BG=matrix.pieces["scales"],
         group_size=matrix.shape[1],

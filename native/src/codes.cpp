@@ -146,6 +146,7 @@ struct NamedKind {
   const char* name;
   CodeKind kind;
   DType scales;
+  bool is_rotated = false;
 };
 
 constexpr NamedKind kKinds[] = {
@@ -156,6 +157,7 @@ constexpr NamedKind kKinds[] = {
     {"e4m3", CodeKind::kE4m3, DType::kFloat32},
     {"e4m3_e8m0", CodeKind::kE4m3E8m0, DType::kUInt8},
     {"int8", CodeKind::kInt8, DType::kFloat32},
+    {"rotated_int8", CodeKind::kInt8, DType::kFloat32, true},
 };
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
@@ -263,7 +265,8 @@ CodeFormat make_code_format(const std::string& kind, int64_t group_size, bool sh
                             bool has_zeros, bool has_order) {
   if (group_size < 1) fail("code format: group_size is " + std::to_string(group_size));
   for (const NamedKind& known : kKinds)
-    if (kind == known.name) return {known.kind, group_size, shares_scales, has_zeros, has_order};
+    if (kind == known.name)
+      return {known.kind, group_size, shares_scales, has_zeros, has_order, known.is_rotated};
   fail("code format: unknown kind '" + kind + "'");
 }
 

@@ -34,6 +34,8 @@ struct Sizes {
   int64_t gather_rows, gather_stride, activation_stride;
   int64_t gate_words, down_words;      // of a row (gemm.h)
   bool gate_is_int8, down_is_int8;
+  int64_t gate_run, down_run;  // of rows that become int8 (gemm.h)
+  int64_t floats;              // of such a row, 0 without
   int64_t gate_panels, gate_up_bytes;  // of one expert
   int64_t down_panels, down_bytes;
 };
@@ -68,6 +70,10 @@ Sizes make_sizes(const ExpertsProblem& problem, int num_threads) {
   sizes.down_words = down.num_words();
   sizes.gate_is_int8 = gate_up.is_int8();
   sizes.down_is_int8 = down.is_int8();
+  if (sizes.gate_is_int8) sizes.gate_run = gate_up.run();
+  if (sizes.down_is_int8) sizes.down_run = down.run();
+  if (sizes.gate_is_int8 || sizes.down_is_int8)
+    sizes.floats = std::max(weights.hidden_size, weights.expert_size);
   sizes.gather_rows =
       std::clamp<int64_t>(kGatherBytes / (4 * sizes.gate_words), 4 * kTileRows, 256);
   sizes.gather_rows = std::min(sizes.gather_rows, sizes.block_tokens);
@@ -116,6 +122,7 @@ struct WorkerArrays {
   Int8Row* gathered_int8;  // [gather_rows], where the gathered rows are int8
   float* accumulator;  // [block_tokens][kPanelColumns]
   char* scratch;       // of kScratchBytes, for codes
+  float* floats;       // of a row that becomes int8
 };
 
 /// What a calling thread keeps between launches.
@@ -150,6 +157,7 @@ int64_t carve(const Sizes& sizes, void* base, ExpertsScratch* scratch) {
     worker.gathered_int8 = carver.take<Int8Row>(sizes.gate_is_int8 ? sizes.gather_rows : 0);
     worker.accumulator = carver.take<float>(sizes.block_tokens * kPanelColumns);
     worker.scratch = carver.take<char>(kScratchBytes);
+    worker.floats = carver.take<float>(sizes.floats);
   }
   return carver.used();
 }
@@ -289,8 +297,9 @@ void ExpertsLaunch::quantise_tokens(int worker, int64_t first_token) {
   const int64_t end = (worker + 1) * count / sizes_.num_workers;
   for (int64_t token = worker * count / sizes_.num_workers; token < end; ++token)
     int8_kernels_.quantise(
-        problem_.hidden + (first_token + token) * problem_.hidden_stride,
-        problem_.weights.hidden_size,
+        {problem_.hidden + (first_token + token) * problem_.hidden_stride,
+         problem_.weights.hidden_size, sizes_.gate_run},
+        scratch_.workers[static_cast<size_t>(worker)].floats,
         reinterpret_cast<int8_t*>(scratch_.int8_tokens + token * sizes_.gather_stride),
         scratch_.token_rows + token);
 }
@@ -300,7 +309,8 @@ void ExpertsLaunch::quantise_activations(int worker) {
   const int64_t end = (worker + 1) * count / sizes_.num_workers;
   for (int64_t row = worker * count / sizes_.num_workers; row < end; ++row) {
     bf16* activations = scratch_.activations + row * sizes_.activation_stride;
-    int8_kernels_.quantise(activations, problem_.weights.expert_size,
+    int8_kernels_.quantise({activations, problem_.weights.expert_size, sizes_.down_run},
+                           scratch_.workers[static_cast<size_t>(worker)].floats,
                            reinterpret_cast<int8_t*>(activations),
                            scratch_.activation_rows + row);
   }

@@ -30,6 +30,7 @@
 #include "raymoe/bf16.h"
 #include "raymoe/experts.h"
 #include "raymoe/kernels.h"
+#include "rotation.h"
 
 namespace raymoe {
 
@@ -104,6 +105,8 @@ struct PackedWeight {
   int64_t outputs, inputs;
 
   bool is_int8() const { return format != nullptr && format->kind == CodeKind::kInt8; }
+  /// Inputs of a row that are rotated together before it becomes int8.
+  int64_t run() const { return format->is_rotated ? input_run(inputs) : 1; }
   /// Words of four bytes that a row of inputs has: pairs, or four int8 each.
   int64_t num_words() const { return is_int8() ? ceil_div(inputs, 4) : num_pairs(inputs); }
   int64_t num_bytes() const {

@@ -21,6 +21,12 @@ constexpr int kInt8Zero = 128;
 // Beyond this many inputs, sums of products of 127 by 127 leave 32 bits.
 constexpr int64_t kMaxInt8Inputs = 1 << 17;
 
+/// A row that is to be quantised, in runs that are rotated before (rotation.h); of 1: as it is.
+struct Int8Source {
+  const bf16* row;
+  int64_t inputs, run;
+};
+
 /// What is known of a quantised row.
 struct Int8Row {
   float scale;    // NaN if an input is not finite
@@ -43,8 +49,8 @@ struct Int8Kernels {
   void (*vnni_tile)(int64_t rows, const Int8Tile&);
   /// A row to integers of -127 to 127: x * (127 / largest), to the nearest, ties to even. Writes
   /// whole multiples of 16, with zeros at the end; `out` may be where the row is. Rows without a
-  /// number above 2^-120 become zeros.
-  void (*quantise)(const bf16* row, int64_t inputs, int8_t* out, Int8Row* found);
+  /// number above 2^-120 become zeros. `scratch` is of `inputs`.
+  void (*quantise)(const Int8Source& source, float* scratch, int8_t* out, Int8Row* found);
 };
 RAYMOE_DECLARE_KERNELS(Int8Kernels, int8_kernels);
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gemm.h"
+#include "rotation.h"
 #if defined(__AVX2__)
 #include "vec_f32.h"
 #endif
@@ -23,6 +24,7 @@ namespace {
 
 constexpr int64_t kWordBytes = 4 * kPanelColumns;  // of a panel
 constexpr float kLargestInt8 = 127.0f;
+[[maybe_unused]] constexpr int32_t kSign = std::numeric_limits<int32_t>::min();
 constexpr float kSmallest = 7.52316385e-37f;  // 2^-120: 127 divided by it is finite
 
 /// Null for rows without scale: `found` says what they are.
@@ -60,11 +62,37 @@ inline int32_t sum_of(I32 x) {
 }
 #endif
 
-void quantise_row(const bf16* row, int64_t inputs, int8_t* out, Int8Row* found) {
+/// Sums and differences of lanes that are kStep apart, exactly as `rotate_runs` makes them.
+template <int kStep>
+inline F32 rotate_lanes(F32 x) {
+  int32_t signs[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) signs[lane] = (lane & kStep) != 0 ? kSign : 0;
+  return add(swap_lanes<kStep>(x), from_bits(bit_xor(bits_of(x), load(signs, Whole{}))));
+}
+
+inline F32 rotate_lanes(F32 x) {
+  x = rotate_lanes<4>(rotate_lanes<2>(rotate_lanes<1>(x)));
+  if constexpr (kLanes > 8) x = rotate_lanes<8>(x);
+  return x;
+}
+
+/// Floats of a row, rotated.
+void widen(const Int8Source& source, float* out) {
+  const bool is_in_vectors = source.run >= kLanes;  // and so is the whole row
+  for_lanes(source.inputs, [&](int64_t i, auto part) {
+    const F32 x = load(source.row + i, part);
+    store(out + i, is_in_vectors ? rotate_lanes(x) : x, part);
+  });
+  rotate_runs(out, source.inputs, source.run, is_in_vectors ? kLanes : 1);
+}
+
+void quantise_row(const Int8Source& source, float* scratch, int8_t* out, Int8Row* found) {
+  const int64_t inputs = source.inputs;
+  widen(source, scratch);
   const I32 magnitude = splat(0x7fffffff);
   I32 bits = splat(0);
   for_lanes(inputs, [&](int64_t i, auto part) {
-    bits = max(bits, bit_and(bits_of(load(row + i, part)), magnitude));
+    bits = max(bits, bit_and(bits_of(load(scratch + i, part)), magnitude));
   });
   const int32_t largest_bits = max_of(bits);
   float largest;
@@ -77,7 +105,7 @@ void quantise_row(const bf16* row, int64_t inputs, int8_t* out, Int8Row* found) 
   const F32 factors = splat(factor);
   I32 sum = splat(0);
   for_lanes(inputs, [&](int64_t i, auto part) {
-    const I32 numbers = to_int(round_even(mul(load(row + i, part), factors)));
+    const I32 numbers = to_int(round_even(mul(load(scratch + i, part), factors)));
     sum = add(sum, numbers);
     store_int8(out + i, numbers);
   });
@@ -295,11 +323,14 @@ void multiply_tile(int64_t rows, const Int8Tile& args) {
 
 #else  // without vectors
 
-void quantise_row(const bf16* row, int64_t inputs, int8_t* out, Int8Row* found) {
+void quantise_row(const Int8Source& source, float* scratch, int8_t* out, Int8Row* found) {
+  const int64_t inputs = source.inputs;
+  for (int64_t i = 0; i < inputs; ++i) scratch[i] = to_float(source.row[i]);
+  rotate_runs(scratch, inputs, source.run);
   float largest = 0.0f;
   bool is_finite = true;
   for (int64_t i = 0; i < inputs; ++i) {
-    const float magnitude = std::fabs(to_float(row[i]));
+    const float magnitude = std::fabs(scratch[i]);
     is_finite &= magnitude <= std::numeric_limits<float>::max();
     largest = std::max(largest, magnitude);
   }
@@ -307,7 +338,7 @@ void quantise_row(const bf16* row, int64_t inputs, int8_t* out, Int8Row* found) 
   int32_t sum = 0;
   for (int64_t i = 0; i < ceil_div(inputs, 16) * 16; ++i) {
     const float number =
-        i < inputs && factor != 0.0f ? std::nearbyint(to_float(row[i]) * factor) : 0.0f;
+        i < inputs && factor != 0.0f ? std::nearbyint(scratch[i] * factor) : 0.0f;
     out[i] = static_cast<int8_t>(number);
     sum += out[i];
   }

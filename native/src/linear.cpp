@@ -104,7 +104,7 @@ void copy_rows(const LinearProblem& problem, const bf16* x, int64_t rows, int64_
 }
 
 /// Puts rows of int8 in the place of those of bfloat16; quantised once for all panels.
-const Int8Row* quantise_rows(LinearProblem* problem, Scratch* scratch) {
+const Int8Row* quantise_rows(LinearProblem* problem, int64_t run, Scratch* scratch) {
   const int64_t stride = padded_stride(ceil_div(problem->inputs, 2)), rows = problem->num_rows;
   const int64_t bytes = rows * stride * static_cast<int64_t>(sizeof(bf16));
   char* memory = static_cast<char*>(
@@ -113,8 +113,9 @@ const Int8Row* quantise_rows(LinearProblem* problem, Scratch* scratch) {
   auto* found = reinterpret_cast<Int8Row*>(memory + bytes);
   const Int8Kernels& kernels = int8_kernels();
   for_row_ranges(rows, ceil_div(problem->inputs, 4), [&](int64_t begin, int64_t end) {
+    std::vector<float> floats(static_cast<size_t>(problem->inputs));
     for (int64_t row = begin; row < end; ++row)
-      kernels.quantise(problem->x + row * problem->x_stride, problem->inputs,
+      kernels.quantise({problem->x + row * problem->x_stride, problem->inputs, run}, floats.data(),
                        reinterpret_cast<int8_t*>(words + row * stride), found + row);
   });
   problem->x = words;
@@ -247,7 +248,7 @@ void packed_linear(const LinearProblem& given) {
   const auto pool = worker_pool();
   LinearProblem problem = given;
   const PackedWeight weight{problem.packed, problem.format, problem.outputs, problem.inputs};
-  const Int8Row* rows = weight.is_int8() ? quantise_rows(&problem, &quantised) : nullptr;
+  const Int8Row* rows = weight.is_int8() ? quantise_rows(&problem, weight.run(), &quantised) : nullptr;
   const int64_t cycles = problem.num_groups * num_panels(problem.outputs) * weight.num_words() *
                          (2 * problem.num_rows + 20);
   const int num_workers = cycles < kInlineCycles ? 1 : pool->num_threads();
@@ -305,7 +306,8 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeF
                  is_wide ? out.data<float>() : nullptr});
 }
 
-void quantise_rows_op(const TensorView& x, const TensorView& codes, const TensorView& scales) {
+void quantise_rows_op(const TensorView& x, int64_t run, const TensorView& codes,
+                      const TensorView& scales) {
   x.expect("quantise_rows: x", DType::kBFloat16, 2);
   codes.expect("quantise_rows: codes", DType::kInt8, 2)
       .expect_size("quantise_rows: codes", 0, x.size(0))
@@ -314,12 +316,17 @@ void quantise_rows_op(const TensorView& x, const TensorView& codes, const Tensor
       .expect_size("quantise_rows: scales", 0, x.size(0))
       .expect_contiguous("quantise_rows: scales");
   const int64_t inputs = x.size(1);
+  if (run < 1 || (run & (run - 1)) != 0 || inputs % run != 0)
+    fail("quantise_rows: run is " + std::to_string(run) + ", no power of two that divides " +
+         std::to_string(inputs));
   const Int8Kernels& kernels = int8_kernels();
   for_row_ranges(x.size(0), inputs, [&](int64_t begin, int64_t end) {
     std::vector<int8_t> row(static_cast<size_t>(ceil_div(inputs, 16) * 16));
+    std::vector<float> floats(static_cast<size_t>(inputs));
     for (int64_t index = begin; index < end; ++index) {
       Int8Row found;
-      kernels.quantise(x.data<bf16>() + index * x.stride(0), inputs, row.data(), &found);
+      kernels.quantise({x.data<bf16>() + index * x.stride(0), inputs, run}, floats.data(),
+                       row.data(), &found);
       std::memcpy(codes.data<int8_t>() + index * codes.stride(0), row.data(),
                   static_cast<size_t>(inputs));
       scales.data<float>()[index] = found.scale;

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "panels.h"
+#include "rotation.h"
 #include "raymoe/attention.h"
 #include "raymoe/codes.h"
 #include "raymoe/elementwise.h"
@@ -41,6 +42,7 @@ void bind_constants(py::module_& m) {
   m.attr("PANEL_COLUMNS") = kPanelColumns;
   m.attr("PACKED_ALIGNMENT") = kPackedAlignment;
   m.attr("INT4_ZERO") = kInt4Zero;
+  m.attr("MAX_INPUT_RUN") = kMaxInputRun;
 }
 
 void bind_runtime(py::module_& m) {
@@ -170,8 +172,8 @@ void bind_gemm(py::module_& m) {
         },
         py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out"),
         py::arg("code_format") = py::none(), Guard(), "See kernels/cpu_linear.py.");
-  m.def("quantise_rows", &quantise_rows_op, py::arg("x"), py::arg("codes"), py::arg("scales"),
-        Guard(), "See kernels/cpu_linear.py.");
+  m.def("quantise_rows", &quantise_rows_op, py::arg("x"), py::arg("run"), py::arg("codes"),
+        py::arg("scales"), Guard(), "See kernels/cpu_linear.py.");
   m.def("packed_grouped_linear", &packed_grouped_linear_op, py::arg("x"), py::arg("packed"),
         py::arg("out"), Guard(), "See kernels/cpu_linear.py.");
   m.def("fused_experts",

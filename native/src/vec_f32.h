@@ -72,6 +72,13 @@ inline F32 where_negative(I32 a, F32 yes, F32 no) {
   return _mm512_mask_blend_ps(_mm512_movepi32_mask(a), no, yes);
 }
 
+/// Lane i of lane i ^ kStep.
+template <int kStep>
+inline F32 swap_lanes(F32 a) {
+  if constexpr (kStep < 4) return _mm512_permute_ps(a, kStep == 1 ? 0xb1 : 0x4e);
+  return _mm512_shuffle_f32x4(a, a, kStep == 4 ? 0xb1 : 0x4e);
+}
+
 inline F32 load(const float* p, Whole) { return _mm512_loadu_ps(p); }
 inline F32 load(const float* p, Part part) { return _mm512_maskz_loadu_ps(lanes(part), p); }
 inline I32 load(const int32_t* p, Whole) { return _mm512_loadu_si512(p); }
@@ -172,6 +179,13 @@ inline I32 lanes(Part part) {
   return _mm256_cmpgt_epi32(splat(static_cast<int32_t>(part.count)),
                             _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+/// Lane i of lane i ^ kStep.
+template <int kStep>
+inline F32 swap_lanes(F32 a) {
+  if constexpr (kStep < 4) return _mm256_permute_ps(a, kStep == 1 ? 0xb1 : 0x4e);
+  return _mm256_permute2f128_ps(a, a, 1);
+}
+
 inline F32 load(const float* p, Whole) { return _mm256_loadu_ps(p); }
 inline F32 load(const float* p, Part part) { return _mm256_maskload_ps(p, lanes(part)); }
 inline I32 load(const int32_t* p, Whole) {

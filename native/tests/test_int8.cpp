@@ -88,26 +88,32 @@ void check_tiles(Tile tile) {
     }
 }
 
-void check_rows() {
-  for (int64_t inputs : {1, 7, 8, 9, 15, 16, 17, 100}) {
-    std::vector<bf16> row;
-    float largest = 0.0f;
-    for (int64_t i = 0; i < inputs; ++i) {
-      row.push_back(from_float<bf16>(static_cast<float>(random_bits() % 2001) - 1000.0f));
-      largest = std::fmax(largest, std::fabs(to_float(row.back())));
-    }
-    std::vector<int8_t> out(static_cast<size_t>(ceil_div(inputs, 16) * 16), 99);
-    Int8Row found{};
-    int8_kernels().quantise(row.data(), inputs, out.data(), &found);
-    CHECK(found.scale == largest / 127.0f);
-    int32_t sum = 0;
-    for (size_t i = 0; i < out.size(); ++i) {
-      const float x = i < row.size() ? to_float(row[i]) * (127.0f / largest) : 0.0f;
-      CHECK(out[i] == static_cast<int>(std::nearbyint(x)));
-      sum += out[i];
-    }
-    CHECK(found.start == -128 * sum);
+void check_row(int64_t inputs, int64_t run) {
+  std::vector<bf16> row;
+  std::vector<float> x, floats(static_cast<size_t>(inputs));
+  for (int64_t i = 0; i < inputs; ++i) {
+    row.push_back(from_float<bf16>(static_cast<float>(random_bits() % 2001) - 1000.0f));
+    x.push_back(to_float(row.back()));
   }
+  rotate_runs(x.data(), inputs, run);
+  float largest = 0.0f;
+  for (const float number : x) largest = std::fmax(largest, std::fabs(number));
+  std::vector<int8_t> out(static_cast<size_t>(ceil_div(inputs, 16) * 16), 99);
+  Int8Row found{};
+  int8_kernels().quantise({row.data(), inputs, run}, floats.data(), out.data(), &found);
+  CHECK(found.scale == largest / 127.0f);
+  x.resize(out.size());  // with zeros
+  int32_t sum = 0;
+  for (size_t i = 0; i < out.size(); ++i) {
+    CHECK(out[i] == static_cast<int>(std::nearbyint(x[i] * (127.0f / largest))));
+    sum += out[i];
+  }
+  CHECK(found.start == -128 * sum);
+}
+
+void check_rows() {
+  for (int64_t inputs : {1, 7, 8, 9, 15, 16, 17, 100}) check_row(inputs, 1);
+  for (int64_t inputs : {2, 4, 24, 48, 64, 96, 384, 640}) check_row(inputs, input_run(inputs));
 }
 
 }  // namespace

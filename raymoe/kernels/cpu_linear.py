@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.codecs import Codes, StoredMatrix, Weight, as_tensor, float_scales, row_blocks, unpack
+from raymoe.rotation import input_run
 from raymoe.specs.weight_format import Int8Channel, WeightFormat
 
 _KINDS = {
@@ -22,7 +23,7 @@ _KINDS = {
     ("e2m1", torch.float8_e4m3fn): "e2m1_e4m3",
     ("e4m3", torch.uint8): "e4m3_e8m0",
 }
-_FLOAT_SCALED = ("e4m3", "int8")  # scales that are not powers of two become float32
+_FLOAT_SCALED = ("e4m3", "int8", "rotated_int8")  # scales that are not powers of two become float32
 
 
 class Packing(Protocol):
@@ -128,8 +129,11 @@ def _tensors(
     return codes.codes_OI, scales_BG, codes.block_rows, codes.zeros_OG, codes.order_I, *factors
 
 
-def quantise_rows(input_TI: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(input_TI: Tensor, *, run: int = 1) -> tuple[Tensor, Tensor]:
     """Round rows to int8 as products of int8 do, and matrices for such products.
+
+    Args:
+        run: Inputs that are rotated together before.
 
     Returns:
         round(x / scale), int8 [T, I], and the scales, float32 [T]: the largest |x| of a row / 127;
@@ -138,26 +142,32 @@ def quantise_rows(input_TI: Tensor) -> tuple[Tensor, Tensor]:
     input_TI = input_TI.detach().to(torch.bfloat16).contiguous()
     codes_TI = torch.empty(input_TI.shape, dtype=torch.int8)
     scales_T = torch.empty(len(input_TI))
-    _native.quantise_rows(input_TI, codes_TI, scales_T)
+    _native.quantise_rows(input_TI, run, codes_TI, scales_T)
     return codes_TI, scales_T
 
 
-def quantise_matrix(weight_OI: Tensor) -> StoredMatrix:
-    """Return a matrix in int8, with a scale for each output."""
-    codes_OI, scales_O = quantise_rows(weight_OI)
-    outputs, inputs = weight_OI.shape
-    pieces = {"codes": codes_OI, "scales": scales_O[:, None]}
-    return StoredMatrix(format=Int8Channel(), shape=(outputs, inputs), pieces=pieces)
+def quantise_matrix(weight_OI: Tensor, *, is_rotated: bool = False) -> StoredMatrix:
+    """Return a matrix in int8, with a scale for each output.
+
+    Rotation makes a few large inputs many of middling size, which share the scale of a row without
+    loss. It changes no product, since inputs are rotated too. Source: QuaRot (arXiv 2404.00456).
+    """
+    run = input_run(weight_OI.shape[1]) if is_rotated else 1
+    codes_OI, scales_O = quantise_rows(weight_OI, run=run)
+    # Rotating both multiplies products by the length of a run.
+    pieces = {"codes": codes_OI, "scales": scales_O[:, None] / run}
+    stored = Int8Channel(is_rotated=is_rotated)
+    return StoredMatrix(format=stored, shape=tuple(weight_OI.shape), pieces=pieces)
 
 
 def joined_int8(parts: Sequence[StoredMatrix]) -> StoredMatrix:
-    """Return matrices of int8 of the same inputs as one, whose outputs are theirs in turn."""
+    """Return matrices of one format of int8 as one, whose outputs are theirs in turn."""
     pieces = {
         "codes": torch.cat([part.pieces["codes"].view(torch.uint8) for part in parts]),
         "scales": torch.cat([float_scales(part.pieces["scales"]) for part in parts]),
     }
     outputs = sum(part.shape[0] for part in parts)
-    return StoredMatrix(format=Int8Channel(), shape=(outputs, parts[0].shape[1]), pieces=pieces)
+    return StoredMatrix(format=parts[0].format, shape=(outputs, parts[0].shape[1]), pieces=pieces)
 
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 [bytes], 64-byte aligned, kept by the caller

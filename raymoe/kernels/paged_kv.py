@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raymoe.errors import ConfigError
 from raymoe.kernels.elementwise import FLOAT_DTYPES
+from raymoe.rotation import rotated
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = KV_BLOCK_TOKENS
@@ -139,25 +140,21 @@ def scale_views(cache: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     return key_NGB, value_NGB
 
 
-def rotated(rows_TGD: Tensor) -> Tensor:
+def rotated_keys(rows_TGD: Tensor) -> Tensor:
     """Multiply runs of each row by a Hadamard matrix, in float32.
 
     A run has the largest power of two that divides a row. Keys of int8 are rotated: their few large
     elements would take the steps from the others. Twice it multiplies by the length of a run.
     Source: QuaRot (arXiv 2404.00456), section 4.
     """
-    dim, out = rows_TGD.shape[2], rows_TGD.float()
-    size, step = dim & -dim, 1
-    while step < size:
-        left, right = out.reshape(-1, dim // (2 * step), 2, step).unbind(2)
-        out, step = torch.stack([left + right, left - right], 2), 2 * step
-    return out.reshape(rows_TGD.shape)
+    dim = rows_TGD.shape[2]
+    return rotated(rows_TGD, dim & -dim)
 
 
 def unrotated(rows_TGD: Tensor) -> Tensor:
-    """Invert `rotated`."""
+    """Invert `rotated_keys`."""
     dim = rows_TGD.shape[2]
-    return rotated(rows_TGD) / (dim & -dim)
+    return rotated_keys(rows_TGD) / (dim & -dim)
 
 
 def scaled(rows_TGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +184,7 @@ def write_rows(
     (blocks_T, offsets_T), (key_TGD, value_TGV), pair = places, rows, layout.pair
     if layout.is_scaled:
         key_NGB, value_NGB = scale_views(cache, layout)
-        key_TGD, key_NGB[blocks_T, :, offsets_T] = scaled(rotated(key_TGD))
+        key_TGD, key_NGB[blocks_T, :, offsets_T] = scaled(rotated_keys(key_TGD))
         value_TGV, value_NGB[blocks_T, :, offsets_T] = scaled(value_TGV)
     keys, tiles = block_views(cache, layout)
     paired = key_TGD.reshape(*key_TGD.shape[:2], layout.head_dim // pair, pair)

@@ -45,10 +45,10 @@ class Int8Weights:
 
     def __call__(self, name: str) -> Weight:
         weight = self._weights(self._stored.get(name, name))
-        is_plain = self._int8.format_of(name, self._shapes[name]) is None
-        if is_plain or isinstance(weight, StoredMatrix):
+        stored = self._int8.format_of(name, self._shapes[name])
+        if not isinstance(stored, Int8Channel) or isinstance(weight, StoredMatrix):
             return weight
-        return quantise_matrix(weight)
+        return quantise_matrix(weight, is_rotated=stored.is_rotated)
 
     def drop_pages(self, names: Iterable[str]) -> None:
         self._weights.drop_pages([self._stored.get(name, name) for name in names])

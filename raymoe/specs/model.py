@@ -332,7 +332,7 @@ class ModelSpec:
         patterns = [f"re:.*{re.escape(part)}.*" for part in plain]
         int8 = Quantization(
             method="int8",
-            format=Int8Channel(),
+            format=Int8Channel(is_rotated=True),
             excluded=tuple(map(name_or_expression, patterns)),
             is_head_plain=False,
         )

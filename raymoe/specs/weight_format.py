@@ -161,9 +161,11 @@ class Fp8Tensor(WeightFormat):
 class Int8Channel(WeightFormat):
     """Signed int8 with one scale per row, kept as float32, for products with inputs in int8.
 
-    Source: "int-quantized" with strategy "channel" of compressed-tensors 0.20.
+    Source: "int-quantized" with strategy "channel" of compressed-tensors 0.20. No checkpoint has
+    matrices that are rotated: products rotate inputs too, which leaves them as they are.
     """
 
+    is_rotated: bool = False
     name: str = "int8_channel"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:

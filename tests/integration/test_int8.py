@@ -24,6 +24,7 @@ from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
+from raymoe.rotation import input_run, rotated
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import name_or_expression
 from raymoe.specs.weight_format import Int8Channel
@@ -104,11 +105,12 @@ def write_w8a8(
     return directory
 
 
-def int8_decoder(directory: Path, *left_out: str) -> Decoder:
+def int8_decoder(directory: Path, *left_out: str, is_rotated: bool = True) -> Decoder:
     """What an engine with compute_dtype="int8" loads; its arena is as large as planned.
 
     Args:
         left_out: Parts of names of modules that stay as they are.
+        is_rotated: As an engine has them, and not as W8A8 checkpoints do.
     """
     spec = ModelSpec.from_directory(directory)
     store = WeightStore.open(spec, directory)
@@ -116,7 +118,8 @@ def int8_decoder(directory: Path, *left_out: str) -> Decoder:
     assert int8.quantization is not None
     others = tuple(name_or_expression(f"re:.*{part}.*") for part in left_out)
     excluded = (*int8.quantization.excluded, *others)
-    int8 = replace(int8, quantization=replace(int8.quantization, excluded=excluded))
+    stored = Int8Channel(is_rotated=is_rotated)
+    int8 = replace(int8, quantization=replace(int8.quantization, format=stored, excluded=excluded))
     weights = Int8Weights(store, spec, int8)
     num_bytes = decoder_arena_bytes(int8, torch.bfloat16, weights)
     arena = HostArena(num_bytes)
@@ -132,27 +135,34 @@ def logits_of(decoder: Decoder) -> Tensor:
     return Driver(decoder, rows, 1).run_step([(0, len(row)) for row in rows]).float()
 
 
-def fake_quantised(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer in W8A8, in float64 but for the quantisation; routers stay as they are."""
+def fake_quantised(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_rotated: bool
+) -> Tensor:
+    """A linear layer in int8, in float64 but for that; routers stay as they are."""
     if len(weight) == NUM_EXPERTS:
         return LINEAR(x, weight, bias)
+    run = input_run(weight.shape[1]) if is_rotated else 1
 
     def rounded(matrix: Tensor) -> Tensor:
-        scales = matrix.double().abs().amax(-1, keepdim=True) / 127
-        return (matrix.double() / scales.clamp_min(1e-30)).round() * scales
+        numbers = rotated(matrix, run).double()
+        scales = numbers.abs().amax(-1, keepdim=True) / 127
+        return (numbers / scales.clamp_min(1e-30)).round() * scales
 
-    out = rounded(x) @ rounded(weight).T
+    out = rounded(x) @ rounded(weight).T / run
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
 @functools.cache
-def of_transformers(directory: Path, *, is_quantised: bool) -> Tensor:
+def of_transformers(
+    directory: Path, *, is_quantised: bool = False, is_rotated: bool = False
+) -> Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
     )
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if is_quantised:
-            patch.setattr(functional, "linear", fake_quantised)
+            linear = functools.partial(fake_quantised, is_rotated=is_rotated)
+            patch.setattr(functional, "linear", linear)
         return torch.cat([model(torch.tensor([row])).logits[0] for row in prompts()]).float()
 
 
@@ -163,8 +173,8 @@ def error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 def test_logits_are_those_of_transformers_with_quantised_layers(plain: Path) -> None:
     got_TV = logits_of(int8_decoder(plain))
-    exact_TV = of_transformers(plain, is_quantised=False)
-    quantised_TV = of_transformers(plain, is_quantised=True)
+    exact_TV = of_transformers(plain)
+    quantised_TV = of_transformers(plain, is_quantised=True, is_rotated=True)
     bf16_TV = logits_of(load_decoder(plain, torch.bfloat16))
     assert error(got_TV, exact_TV) > 2 * error(bf16_TV, exact_TV)  # it is not the plain model
     assert error(got_TV, quantised_TV) < 0.6 * error(quantised_TV, exact_TV)
@@ -181,15 +191,13 @@ def generate(directory: Path, **options: Any) -> list[tuple[int, ...]]:
 def test_a_checkpoint_of_int8_gives_what_quantising_its_weights_gives(
     plain: Path, tmp_path: Path
 ) -> None:
-    """To the bit, through the engine: with the same scales all matrices are the same."""
+    """To the bit: with the same scales, and no rotation, all matrices are the same."""
     stored = write_w8a8(plain, tmp_path / "w8a8")
-    assert torch.equal(
-        logits_of(load_decoder(stored, torch.bfloat16)), logits_of(int8_decoder(plain))
-    )
-    expected = generate(plain, compute_dtype="int8")
-    assert generate(stored) == expected
-    assert generate(stored, compute_dtype="int8") == expected
-    assert generate(plain) != expected
+    want_TV = logits_of(int8_decoder(plain, is_rotated=False))
+    assert torch.equal(logits_of(load_decoder(stored, torch.bfloat16)), want_TV)
+    results = [generate(stored), generate(plain, compute_dtype="int8"), generate(plain)]
+    assert results[0] == generate(stored, compute_dtype="int8")
+    assert len(set(map(tuple, results))) == len(results)
 
 
 def test_modules_that_a_checkpoint_leaves_out_are_not_quantised(
@@ -198,14 +206,15 @@ def test_modules_that_a_checkpoint_leaves_out_are_not_quantised(
     ignored = ["lm_head", *(f"model.layers.{i}.self_attn.k_proj" for i in range(3))]
     stored = write_w8a8(plain, tmp_path / "w8a8", ignore=ignored)
     got_TV = logits_of(load_decoder(stored, torch.bfloat16))
-    assert torch.equal(got_TV, logits_of(int8_decoder(plain, "lm_head", "k_proj")))
-    assert not torch.equal(got_TV, logits_of(int8_decoder(plain)))
+    same = int8_decoder(plain, "lm_head", "k_proj", is_rotated=False)
+    assert torch.equal(got_TV, logits_of(same))
+    assert not torch.equal(got_TV, logits_of(int8_decoder(plain, is_rotated=False)))
 
 
 def test_scales_may_be_of_bfloat16(plain: Path, tmp_path: Path) -> None:
     stored = write_w8a8(plain, tmp_path / "w8a8", torch.bfloat16)
     got_TV = logits_of(load_decoder(stored, torch.bfloat16))
-    exact_TV = of_transformers(plain, is_quantised=False)
+    exact_TV = of_transformers(plain)
     quantised_TV = of_transformers(plain, is_quantised=True)
     assert error(got_TV, quantised_TV) < 0.9 * error(quantised_TV, exact_TV)
 

@@ -15,7 +15,7 @@ from raymoe.kernels.paged_kv import (
     BLOCK_TOKENS,
     KvLayout,
     pack_block,
-    rotated,
+    rotated_keys,
     scale_views,
     scaled,
     unrotated,
@@ -142,7 +142,7 @@ class Case:
             return self.key.to(self.layout.dtype), self.value.to(self.layout.dtype)
         key_TGD, value_TGV = (
             numbers * scale[..., None]
-            for numbers, scale in (scaled(rotated(self.key)), scaled(self.value))
+            for numbers, scale in (scaled(rotated_keys(self.key)), scaled(self.value))
         )
         return unrotated(key_TGD), value_TGV
 

@@ -8,6 +8,7 @@ from raymoe.kernels.elementwise import MAX_NATIVE_EXPERTS, MAX_NATIVE_HEAD_DIM
 from raymoe.kernels.paged_kv import VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
+from raymoe.rotation import MAX_INPUT_RUN
 from raymoe.specs.layer_config import HEAD_DIM_MULTIPLE
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 
@@ -21,6 +22,7 @@ from raymoe.specs.layers import KV_BLOCK_TOKENS
         (_native.MAX_HEAD_DIM, MAX_NATIVE_HEAD_DIM),
         (_native.MAX_EXPERTS, MAX_NATIVE_EXPERTS),
         (_native.INT4_ZERO, INT4_ZERO),
+        (_native.MAX_INPUT_RUN, MAX_INPUT_RUN),
     ],
 )
 def test_python_and_native_declare_the_same(native: int, python: int) -> None:

@@ -21,6 +21,7 @@ from raymoe.kernels.cpu_linear import (
     quantise_matrix,
     quantise_rows,
 )
+from raymoe.rotation import input_run, rotated
 from raymoe.specs.weight_format import Int8Channel
 from tests.kinds import covering
 from tests.native.test_cpu_linear import SHAPES, allocate, random
@@ -57,14 +58,18 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def product(x: Tensor, weight: StoredMatrix) -> Tensor:
     """Exact sums of integers, scaled in float32 in the order of the kernels."""
+    assert isinstance(weight.format, Int8Channel)
+    if weight.format.is_rotated:
+        x = rotated(x, input_run(x.shape[1]))
     numbers, row_scales = rounded(x)
     codes = weight.pieces["codes"].view(torch.int8).double()
     sums = numbers.double() @ codes.T  # below 2^53: exact
     return sums.float() * weight.pieces["scales"][:, 0] * row_scales
 
 
-def matrix(outputs: int, inputs: int, seed: int) -> StoredMatrix:
-    return quantise_matrix(random(outputs, inputs, seed=seed) / inputs**0.5)
+def matrix(outputs: int, inputs: int, seed: int, *, is_rotated: bool = False) -> StoredMatrix:
+    weight = random(outputs, inputs, seed=seed) / inputs**0.5
+    return quantise_matrix(weight, is_rotated=is_rotated)
 
 
 @pytest.mark.usefixtures("isa")
@@ -94,10 +99,13 @@ def test_rows_of_zeros_and_of_what_is_not_finite() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@covering(has_bias=[False, True], shape=LINEAR_SHAPES)
-def test_products_have_the_bits_of_exact_sums(shape: tuple[int, int, int], has_bias: bool) -> None:
+@covering(has_bias=[False, True], is_rotated=[False, True], shape=LINEAR_SHAPES)
+def test_products_have_the_bits_of_exact_sums(
+    shape: tuple[int, int, int], has_bias: bool, is_rotated: bool
+) -> None:
     rows, inputs, outputs = shape
-    x, weight = random(rows, inputs, seed=0), matrix(outputs, inputs, seed=1)
+    x = random(rows, inputs, seed=0)
+    weight = matrix(outputs, inputs, seed=1, is_rotated=is_rotated)
     bias = random(outputs, seed=2) if has_bias else None
     linear = PackedLinear(weight, bias, allocate)
     want = product(x, weight) + (0.0 if bias is None else bias.float())
@@ -131,6 +139,21 @@ def test_the_lowest_code_is_a_number_too() -> None:
     x = random(5, 50, seed=0)
     got = PackedLinear(weight, None, allocate)(x)
     assert torch.equal(got, product(x, weight).bfloat16())
+
+
+@pytest.mark.usefixtures("isa")
+def test_rotation_keeps_large_inputs_from_taking_the_steps_of_others() -> None:
+    x, weight = random(64, 1024, seed=0), random(96, 1024, seed=1)
+    x[:, ::256] *= 50
+    want = x.double() @ weight.double().T
+    errors = []
+    for is_rotated in (False, True):
+        stored = quantise_matrix(weight, is_rotated=is_rotated)
+        assert (as_tensor(stored, torch.float32) - weight).norm() < 0.01 * weight.norm()
+        got = PackedLinear(stored, None, allocate)(x).double()
+        errors.append(float((got - want).norm() / want.norm()))
+    assert errors[0] > 0.02
+    assert errors[1] < 0.012
 
 
 @pytest.mark.usefixtures("isa")
@@ -195,11 +218,14 @@ def test_packed_weights_take_half_the_bytes() -> None:
     )
 
 
-def make_experts(shape: tuple[int, int, int, int, int], seed: int = 0):
+def make_experts(shape: tuple[int, int, int, int, int], seed: int = 0, *, is_rotated: bool = False):
     tokens, hidden, expert, experts, top_k = shape
     sizes = {"gate": (expert, hidden), "up": (expert, hidden), "down": (hidden, expert)}
     weights = {
-        part: [matrix(*size, seed=seed + 3 * number + len(part)) for number in range(experts)]
+        part: [
+            matrix(*size, seed=seed + 3 * number + len(part), is_rotated=is_rotated)
+            for number in range(experts)
+        ]
         for part, size in sizes.items()
     }
     top = random(tokens, experts, seed=seed).float().softmax(-1).topk(top_k)
@@ -227,11 +253,11 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+@covering(is_rotated=[False, True], shape=EXPERT_SHAPES)
 def test_experts_quantise_hidden_states_and_gated_products(
-    shape: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int, int, int], is_rotated: bool
 ) -> None:
-    weights, *arguments = make_experts(shape)
+    weights, *arguments = make_experts(shape, is_rotated=is_rotated)
     got = PackedExperts(*weights.values(), allocate)(*arguments)
     assert_close(got, layer(weights, *arguments))
 

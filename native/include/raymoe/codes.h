@@ -29,6 +29,7 @@ struct CodeFormat {
   bool shares_scales;  // 16 neighbouring outputs of a panel have the same scales
   bool has_zeros;      // zero points for each group and output; without them 8 (int4) or 0
   bool has_order;      // each input names its group
+  bool is_rotated = false;  // of int8: so are rows, before they become int8 (rotation.h)
 };
 
 /// A matrix that is read once, by packing. Strides are in elements.
@@ -61,7 +62,8 @@ void pack_codes(const CodeFormat& format, const CodeSource& weight, uint8_t* pac
 void pack_gate_up_codes(const CodeFormat& format, const CodeSource& gate, const CodeSource& up,
                         uint8_t* packed);
 
-/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e2m1_e4m3, e4m3, e4m3_e8m0, int8.
+/// `kind` is one of int4_float16, int4_bfloat16, e2m1, e2m1_e4m3, e4m3, e4m3_e8m0, int8,
+/// rotated_int8.
 CodeFormat make_code_format(const std::string& kind, int64_t group_size, bool shares_scales,
                             bool has_zeros, bool has_order);
 
