@@ -6,7 +6,7 @@ from pathlib import Path
 
 NAMES = (
     "raymoe", "ray", "torch", "numpy", "pyarrow", "transformers", "tokenizers", "safetensors",
-    "huggingface_hub", "jinja2", "llguidance", "numba", "triton",
+    "huggingface_hub", "jinja2", "jsonschema", "llguidance", "numba", "triton",
 )  # fmt: skip
 
 

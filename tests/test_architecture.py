@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "specs": BASE | {"safe_text"},
     "structured": {"errors", "safe_text"},
     "config": BASE | {"specs", "plan", "structured"},
+    "output_schema": BASE | {"specs", "config", "structured"},
     "schedule": {"errors"},
     "plan": BASE | {"specs", "schedule"},
     "codecs": {"errors", "rotation", "specs"},
@@ -38,6 +39,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["measure"] = {*MAY_IMPORT} - {
     "config",
+    "output_schema",
     "structured",
     "assets",
     "safe_text",
@@ -50,6 +52,7 @@ MAY_IMPORT["data"] = BASE | {
     "periodic",
     "shadows",
     "config",
+    "output_schema",
     "structured",
     "specs",
     "schedule",
@@ -83,6 +86,7 @@ PURE = {
     "specs",
     "structured",
     "config",
+    "output_schema",
     "schedule",
     "plan",
     "assets",
@@ -95,6 +99,7 @@ ONLY_IN = {
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
     "humming": {"kernels"},
+    "jsonschema": {"output_schema"},
     "typer": {"cli"},
 }
 

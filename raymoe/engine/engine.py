@@ -40,6 +40,7 @@ from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.output_schema import OutputSchema
 from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
@@ -332,6 +333,7 @@ class Engine:
         prompts: Sequence[Prompt],
         sampling_params: Params | Sequence[Params] = None,
         *,
+        output_schema: Any = None,
         use_tqdm: bool | None = None,
     ) -> list[Generation]:
         """Generate for all prompts and return their generations in order.
@@ -339,41 +341,50 @@ class Engine:
         Args:
             prompts: Each a text, a list of token ids, or a list of chat messages.
             sampling_params: For all prompts, or a list with one for each.
+            output_schema: A pydantic class, a JSON schema of an object, or the path of a file with
+                one. Answers follow it, and `Generation.parsed` has their values.
             use_tqdm: Show on standard error how many rows are done, the tokens per second and the
                 time left, if it takes more than a second; by default only on a terminal.
 
         Raises:
-            ConfigError: `sampling_params` for all prompts cannot be used. A bad prompt, or bad
+            ConfigError: `sampling_params` for all prompts or `output_schema` cannot be used, or
+                both constrain the text. A bad prompt, or bad
                 parameters in a list, raise nothing: that generation has the finish reason "error".
             ExecutionError: The engine failed or is closed.
             KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
                 others.
         """
+        schema, params = _read_schema(output_schema, sampling_params)
         with self._call(prompts, use_tqdm) as call:
-            return self._results(self._submit_all(prompts, sampling_params, call=call))
+            return _parsed(self._results(self._submit_all(prompts, params, call=call)), schema)
 
     async def agenerate(
-        self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        output_schema: Any = None,
     ) -> list[Generation]:
         """As `generate`, for coroutines: calls that wait at the same time share steps.
 
         Cancelling it drops its rows, also those that are being generated.
         """
         self._check_process()
+        schema, params = _read_schema(output_schema, sampling_params)
         call = Call()
         with self._changed:
             self._check_open()
             self._num_submitting += 1
             if self._submitter is None:
                 self._submitter = ThreadPoolExecutor(MAX_SUBMITTING, "raymoe-submit")
-            submit = functools.partial(self._submit_all, prompts, sampling_params, call=call)
+            submit = functools.partial(self._submit_all, prompts, params, call=call)
             submitting = self._submitter.submit(submit)
         try:
             try:
                 futures = await asyncio.wrap_future(submitting)
             finally:
                 self._submitted()
-            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+            return _parsed(await asyncio.gather(*map(asyncio.wrap_future, futures)), schema)
         except BaseException:
             self._drop(call)
             raise
@@ -872,6 +883,21 @@ def _resolve_future(resolve: Callable[[], None]) -> None:
 def _check_list(prompts: object) -> None:
     if isinstance(prompts, (str, bytes, Mapping)):
         raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
+
+
+def _read_schema(
+    value: object, params: Params | Sequence[Params]
+) -> tuple[OutputSchema | None, Params | Sequence[Params]]:
+    if value is None:
+        return None, params
+    schema = OutputSchema.of(value)
+    if _is_list(params):
+        return schema, [schema.constrain(one) for one in params]
+    return schema, schema.constrain(params)
+
+
+def _parsed(generations: Sequence[Generation], schema: OutputSchema | None) -> list[Generation]:
+    return [one if schema is None else one.parsed_as(schema) for one in generations]
 
 
 def _is_list(values: object) -> TypeGuard[Iterable[Any]]:

@@ -15,6 +15,7 @@ from raymoe.errors import describe
 if TYPE_CHECKING:
     from raymoe.chat.tool_calls import ToolCall
     from raymoe.engine.sequence import SchedulerOutput
+    from raymoe.output_schema import OutputSchema
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -55,6 +56,9 @@ class Generation:
         prompt_end: The end of a rendered chat; "" for other prompts.
         reasoning: What `MoEGenerator` has split from the text; None where there is none.
         tool_calls: The same of calls.
+        parsed: The value of the text under an `output_schema`: a dict, or an instance of the
+            pydantic class that was given; None where there is none.
+        parsed_error: Why there is no value, and where in the text; "" if there is one.
     """
 
     text: str = ""
@@ -71,6 +75,8 @@ class Generation:
     prompt_end: str = ""
     reasoning: str | None = None
     tool_calls: tuple["ToolCall", ...] = ()
+    parsed: Any = None
+    parsed_error: str = ""
 
     @property
     def outputs(self) -> tuple["Generation", ...]:
@@ -80,6 +86,14 @@ class Generation:
     def num_tokens_of_outputs(self) -> int:
         """Generated tokens of all samples."""
         return sum(sample.num_generated_tokens for sample in self.outputs)
+
+    def parsed_as(self, schema: "OutputSchema") -> "Generation":
+        """Return the generation and its samples with the values of their texts."""
+        value, error = None, self.error
+        if not error:
+            value, error = schema.parse(self.text, self.finish_reason)
+        others = tuple(other.parsed_as(schema) for other in self.others)
+        return dataclasses.replace(self, parsed=value, parsed_error=error, others=others)
 
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""
