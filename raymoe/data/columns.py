@@ -13,6 +13,7 @@ from raymoe.config import SamplingParams
 from raymoe.data.batches import with_columns
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import ConfigError, in_step
+from raymoe.output_schema import OutputSchema, ValueType
 
 ERROR_COLUMN = "__inference_error__"
 CHOICES_COLUMN = "choices"
@@ -37,9 +38,28 @@ _CHOICE = [
     ("logprobs", _LOGPROBS),
 ]
 REASONING_COLUMN, CALLS_COLUMN = "reasoning_text", "tool_calls"
+PARSED_COLUMN, PARSED_ERROR_COLUMN = "parsed", "parsed_error"
 BYTES_COLUMN = "token_bytes"
 _BYTES = pa.list_(pa.struct([("token_id", pa.int32()), ("bytes", pa.binary())]))
 _CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
+_SCALARS = {
+    "string": pa.string(),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "null": pa.null(),
+}
+
+
+def arrow_type(of: ValueType) -> pa.DataType:
+    """Return the type of a column of such values."""
+    if of.item is not None:
+        return pa.list_(pa.field("item", arrow_type(of.item), nullable=of.item.is_nullable))
+    if of.kind == "object":
+        return pa.struct(
+            [pa.field(name, arrow_type(one), nullable=one.is_nullable) for name, one in of.fields]
+        )
+    return _SCALARS[of.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +81,13 @@ class OutputColumns:
         has_choices: bool = False,
         has_token_bytes: bool = False,
         parser: ChatParser = NO_PARSER,
+        schema: OutputSchema | None = None,
+        prefix: str = "",
     ) -> "OutputColumns":
         parts = [(REASONING_COLUMN, pa.string())] if parser.reasoning is not None else []
         parts += [(CALLS_COLUMN, _CALLS)] if parser.tool_calls is not None else []
+        if schema is not None:
+            parts += [(PARSED_COLUMN, arrow_type(schema.root)), (PARSED_ERROR_COLUMN, pa.string())]
         fields = [*_FIELDS, *(pa.field(name, kind) for name, kind in parts)]
         if has_choices:
             fields.append(pa.field(CHOICES_COLUMN, pa.list_(pa.struct([*_CHOICE, *parts]))))
@@ -75,7 +99,7 @@ class OutputColumns:
             fields.append(pa.field("logprobs", _LOGPROBS))
         if defaults.prompt_logprobs is not None:
             fields.append(pa.field("prompt_logprobs", _LOGPROBS))
-        return cls(fields=tuple(fields))
+        return cls(fields=tuple(fields), prefix=prefix)
 
     @property
     def names(self) -> frozenset[str]:
@@ -161,6 +185,8 @@ def _choice_cell(one: Generation) -> dict[str, Any]:
         "logprobs": _logprob_cells(one.logprobs),
         REASONING_COLUMN: one.reasoning,
         CALLS_COLUMN: _call_cells(one),
+        PARSED_COLUMN: one.parsed,
+        PARSED_ERROR_COLUMN: one.parsed_error or one.error or None,
     }
 
 
@@ -182,6 +208,8 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     ERROR_COLUMN: lambda one: one.error,
     REASONING_COLUMN: lambda one: one.reasoning,
     CALLS_COLUMN: _call_cells,
+    PARSED_COLUMN: lambda one: one.parsed,
+    PARSED_ERROR_COLUMN: lambda one: one.parsed_error or one.error or None,
     CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in one.outputs],
     "generated_texts": lambda one: [sample.text for sample in one.outputs],
     "logprobs": lambda one: _logprob_cells(one.logprobs),
@@ -202,7 +230,7 @@ _OF_A_SAMPLE = {
     "finish_reason": "finish_reason",
     "logprobs": "logprobs",
 }
-_PARTS_OF_A_SAMPLE = (REASONING_COLUMN, CALLS_COLUMN)
+_PARTS_OF_A_SAMPLE = (REASONING_COLUMN, CALLS_COLUMN, PARSED_COLUMN, PARSED_ERROR_COLUMN)
 
 
 def explode_samples(table: pa.Table, column_prefix: str = "") -> pa.Table:

@@ -46,6 +46,7 @@ from raymoe.errors import (
     encodable,
     in_step,
 )
+from raymoe.output_schema import OutputSchema, generation_params
 from raymoe.specs.files import check_adapter, expanded, local_model, read_chat_template
 from raymoe.specs.model import ModelSpec
 
@@ -79,7 +80,6 @@ def check_options(
     """
     known = inspect.signature(MoEGenerator).parameters.keys() - {"model_source"}
     _refuse_unknown(options, {*known, *others} - {"options"})
-    as_sampling_params(options.get("sampling_params"))
     check_template_kwargs(options.get("chat_template_kwargs") or {})
     output_columns(model_source, options)
     directory = local_model(model_source)
@@ -157,15 +157,26 @@ def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatPar
 def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> OutputColumns:
     """Return the columns that a `MoEGenerator` adds, as far as its model is known here."""
     task, prefix = read_task_of(options), check_prefix(options.get("column_prefix", ""))
+    schema = read_schema(options.get("output_schema"), task)
+    params = generation_params(options.get("sampling_params"), schema)
     if task is not None:
         return OutputColumns(fields=task_fields(task), prefix=prefix)
-    columns = OutputColumns.of(
-        as_sampling_params(options.get("sampling_params")),
+    return OutputColumns.of(
+        params,
         has_choices=bool(options.get("has_choices")),
         has_token_bytes=bool(options.get("has_token_bytes")),
         parser=chat_parser(model_source, options),
+        schema=schema,
+        prefix=prefix,
     )
-    return dataclasses.replace(columns, prefix=prefix)
+
+
+def read_schema(value: object, task: TaskOptions | None) -> OutputSchema | None:
+    """Return the schema of an operator's answers, which are dicts; None without one."""
+    if value is not None and task is not None:
+        raise ConfigError(f"output_schema has no meaning for the task {task.task!r}, which writes "
+                          "no text; leave it out")  # fmt: skip
+    return None if value is None else dataclasses.replace(OutputSchema.of(value), model=None)
 
 
 def check_prefix(prefix: object) -> str:
@@ -211,6 +222,9 @@ class MoEGenerator:
         tool_call_parser: The same for the calls of rows with tools, into a column ``tool_calls`` (a
             list of name and arguments, as JSON text). "auto" needs a tools_column. What cannot be
             read stays in ``generated_text``.
+        output_schema: A pydantic class, a JSON schema of an object, or the path of a file with one.
+            Answers follow it, and the column ``parsed`` has their values as structs; where it is
+            null, ``parsed_error`` says why, such as ``cut by max_tokens at $.items[2].price``.
         engine_config: An `EngineConfig`, or its fields as a dict.
         should_continue_on_error: False raises on the first error row instead.
         seed: For rows whose parameters have none.
@@ -259,6 +273,7 @@ class MoEGenerator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_parser: str = "auto",
         tool_call_parser: str = "auto",
+        output_schema: Any = None,
         error_column: str | None = None,
         has_choices: bool = False,
         has_token_bytes: bool = False,
@@ -275,38 +290,36 @@ class MoEGenerator:
         task_options: Mapping[str, Any] | None = None,
         column_prefix: str = "",
     ) -> None:
-        self._pid, defaults = os.getpid(), as_sampling_params(sampling_params)
-        template_kwargs = check_template_kwargs(chat_template_kwargs or {})
+        self._pid, self._task = os.getpid(), read_task(task, task_options)
+        self._schema = read_schema(output_schema, self._task)
         reader = RowReader(
-            defaults=defaults, prompt_column=prompt_column, messages_column=messages_column,
-            id_column=id_column, tools_column=tools_column, error_column=error_column,
-            has_choices=has_choices, chat_template_kwargs=template_kwargs,
+            defaults=generation_params(sampling_params, self._schema), prompt_column=prompt_column,
+            messages_column=messages_column, id_column=id_column, tools_column=tools_column,
+            error_column=error_column, has_choices=has_choices,
+            chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}),
         )  # fmt: skip
-        self._task = read_task(task, task_options)
         self._reader, columns = reader_and_columns(reader, self._task)
         self._columns = dataclasses.replace(columns, prefix=check_prefix(column_prefix))
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
-        self._counts, self._has_token_bytes = RowCounter(), has_token_bytes
+        self._has_token_bytes = has_token_bytes
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
         )  # fmt: skip
         name, open_job = str(model_source), None
         if journal_dir is not None:
-            identity = _identify(model_source)
-            model_source = identity.directory  # the engine loads what was identified
-            parts = (identity, defaults, config, template_kwargs, self._task)
-            make_manifest = functools.partial(Manifest.of, *parts)
-            open_job = _prepare_job(journal_dir, identity, make_manifest, journal_sync_s)
+            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task)
+            model_source, open_job = _prepare_job(journal_dir, model_source, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._parser = ChatParser.of(self._template, *parsers)
-            has = {"has_choices": has_choices, "has_token_bytes": has_token_bytes}
-            columns = OutputColumns.of(defaults, parser=self._parser, **has)
-            self._columns = dataclasses.replace(columns, prefix=column_prefix)
+            self._columns = OutputColumns.of(
+                reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
+                parser=self._parser, schema=self._schema, prefix=column_prefix,
+            )  # fmt: skip
 
     def __call__(self, batch: Any) -> Any:
         """Generate for the rows of one batch; blocks until all are done.
@@ -331,6 +344,8 @@ class MoEGenerator:
             whole, num_found = self._generate(self._engine, requests)
         self._has_finished_a_batch = True
         parts = self._split(self._engine, requests, whole)
+        if self._schema is not None:
+            parts = [generation.parsed_as(self._schema) for generation in parts]
         if self._has_token_bytes and self._task is None:
             parts = add_token_bytes(parts, self._engine.token_bytes)
         table, generations = self._columns.append(batch, parts)
@@ -371,6 +386,7 @@ class MoEGenerator:
     ) -> None:
         """Start the engine, with an observer from before it loads, and open its journal."""
         self._calls, self._numbers = SerialCalls(config.expected_calls), RowNumbers()
+        self._counts = RowCounter()
         try:
             task = GENERATE if self._task is None else self._task.task
             self._observer = Observer(name, self._counts, status_dir=status_dir, task=task)
@@ -608,12 +624,16 @@ def _identify(model_source: str | Path) -> "ModelIdentity":
 
 def _prepare_job(
     directory: str | Path,
-    identity: "ModelIdentity",
-    make_manifest: Callable[[], Manifest],
+    model_source: str | Path,
+    parts: tuple[Any, ...],
     sync_every_s: float,
-) -> Callable[[], JobRows]:
+) -> tuple[Path, Callable[[], JobRows]]:
+    """Return the directory of the model that was identified, and what opens the job's journal."""
+    identity = _identify(model_source)
+    make_manifest = functools.partial(Manifest.of, identity, *parts)
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
-    return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
+    open_job = functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
+    return identity.directory, open_job
 
 
 def _open_job(

@@ -23,6 +23,7 @@ from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
+from raymoe.output_schema import OutputSchema
 from raymoe.specs.files import expanded
 from raymoe.specs.workload import TASKS
 
@@ -51,9 +52,9 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
             `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``). Also
             ``prompt_template``, Jinja over the columns of a row that makes its prompt;
             ``system_prompt``, the same for a message before it, which makes the row a chat; each is
-            text or ``"@FILE"``. ``json_schema``, a schema or a file with one that answers follow.
-            With a journal_dir, ``retry_errors=True`` generates rows again whose recorded answer is
-            an error.
+            text or ``"@FILE"``. ``json_schema``, a schema or a file with one that answers follow;
+            ``output_schema`` of `MoEGenerator` also reads their values. With a journal_dir,
+            ``retry_errors=True`` generates rows again whose recorded answer is an error.
 
     Raises:
         ConfigError: An option that does not exist, or a value that cannot be used.
@@ -61,6 +62,9 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
     _take_schema(options)
     _take_retries(options)
     sampling = {name: options.pop(name) for name in _SAMPLING_OPTIONS & options.keys()}
+    if options.get("output_schema") is not None:
+        options["output_schema"] = OutputSchema.of(options["output_schema"])
+        sampling = options["output_schema"].constrain(sampling)
     if sampling:
         defaults = as_sampling_params(options.get("sampling_params"))
         options["sampling_params"] = defaults.override(sampling)

@@ -16,6 +16,7 @@ from raymoe.data.generator import check_options
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.output_schema import OutputSchema
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.search import find_plan
@@ -203,7 +204,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),),
-        "fn_constructor_kwargs": OperatorKwargs(constructor | _absolute(options), job),
+        "fn_constructor_kwargs": OperatorKwargs(constructor | _for_nodes(options), job),
         "compute": _make_pool(*pool, calls),
     }, job)  # fmt: skip
 
@@ -436,7 +437,11 @@ def _default_rows(plan: "ActorPlan | None") -> int:
     return DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.max_num_seqs
 
 
-def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
+def _for_nodes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that mean the same in other processes: whole paths, and no user's classes."""
+    schema = options.get("output_schema")
+    if schema is not None:
+        options = {**options, "output_schema": OutputSchema.of(schema).as_dict()}
     given = {name: str(options[name]) for name in DIRECTORIES if options.get(name) is not None}
     return dict(options) | {
         name: text if "://" in text else str(expanded(text)) for name, text in given.items()
