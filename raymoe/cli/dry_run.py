@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from raymoe.cli.pipeline import Job, check_model, has_cluster, this_machine
-from raymoe.data.columns import ERROR_COLUMN, SAMPLES_COLUMN
+from raymoe.data.columns import ERROR_COLUMN, PARSED_ERROR_COLUMN, SAMPLES_COLUMN
 from raymoe.data.generator import MoEGenerator, output_columns
 from raymoe.data.rows import RowRequest
 from raymoe.data.sizing import plan_job
@@ -131,6 +131,8 @@ def _answer(job: Job, row: Mapping[str, Any]) -> Iterator[str]:
         ended = "" if number else f", finish_reason {row['finish_reason']}"
         yield f"{RULE} answer{of_all}{length}{ended}"
         yield cut(text)
+    if row.get(PARSED_ERROR_COLUMN):
+        yield f"{RULE} not parsed: {cut(row[PARSED_ERROR_COLUMN])}"
 
 
 def _prediction(job: Job, workload: Workload | None) -> str:

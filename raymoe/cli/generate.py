@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -40,6 +41,7 @@ from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.openai.batch import CONTENT_COLUMNS, ID_COLUMN, TOOLS_COLUMN
+from raymoe.output_schema import OutputSchema
 from raymoe.report import write_report
 from raymoe.safe_text import harmless
 from raymoe.specs.files import read_json_object
@@ -250,6 +252,17 @@ JsonSchema = Annotated[
         "--json-schema",
         metavar="FILE",
         help="Let each answer be JSON that follows the JSON schema in this file.",
+        show_default=False,
+        rich_help_panel=ANSWERS,
+    ),
+]
+SchemaOfOutput = Annotated[
+    str | None,
+    typer.Option(
+        "--output-schema",
+        metavar="FILE|MODULE:CLASS",
+        help="Let each answer be JSON that follows the JSON schema in this file, or this pydantic "
+        "class, and write its values to the column parsed; parsed_error says why a row has none.",
         show_default=False,
         rich_help_panel=ANSWERS,
     ),
@@ -534,6 +547,7 @@ def run(  # noqa: PLR0913 - the options of a command
     n: NumAnswers = PARAMS.n,
     stop: Stop = None,
     json_schema: JsonSchema = None,
+    output_schema: SchemaOfOutput = None,
     seed: Seed = CONFIG.seed,
     ignore_eos: IgnoreEos = PARAMS.ignore_eos,
     sampling_params: MoreParams = "{}",
@@ -673,7 +687,20 @@ def _settings(params: Mapping[str, Any]) -> Pairs:
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
 
 
-def _read_params(given: Mapping[str, Any]) -> SamplingParams:
+def _read_output_schema(text: str | None) -> OutputSchema | None:
+    flag = "--output-schema"
+    if text is None or ":" not in text or Path(text).exists():
+        return None if text is None else OutputSchema.of(text, what=flag)
+    sys.path.append(str(Path.cwd()))
+    try:
+        value = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{flag} {text}: {error}; it takes a file, or MODULE:CLASS of a module "
+                          "in this directory or an installed one") from error  # fmt: skip
+    return OutputSchema.of(value, what=flag)
+
+
+def _read_params(given: Mapping[str, Any], output_schema: OutputSchema | None) -> SamplingParams:
     flags = {name: given[name] for name in SAMPLING_FLAGS}
     flags["stop"] = [_with_breaks(text) for text in given["stop"] or ()] or None
     schema = flags.pop("json_schema")
@@ -684,6 +711,8 @@ def _read_params(given: Mapping[str, Any]) -> SamplingParams:
         if name in more and _is_given(given, flag):
             raise ConfigError(f"{_flag(flag)} and {name} of --sampling-params contradict each "
                               "other; give one of them")  # fmt: skip
+    if output_schema is not None:
+        more = output_schema.constrain(more)
     params = SamplingParams.from_dict(flags).override(more)
     if params.n > 1 and params.is_greedy:
         typer.echo(f"the {params.n} answers of a row are equal at temperature 0; add --temperature "
@@ -735,6 +764,7 @@ def _value(text: str) -> Any:
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     check_money(given["price_per_hour"], given["currency"])
     _refuse_both(given, "resume", "overwrite")
+    _refuse_both(given, "json_schema", "output_schema")
     _refuse_both(given, "sort_by_prefix", "preserve_order")
     if given["retry_errors"] and not given["resume"]:
         raise ConfigError("--retry-errors needs --resume: it generates rows of a former run again")
@@ -747,8 +777,10 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     task_options = _parse(given, "task_options")
     if read_task(given["task"], task_options) is not None:
         _refuse_sampling(given)
+    schema = _read_output_schema(given["output_schema"])
     return {
-        "sampling_params": _read_params(given),
+        "sampling_params": _read_params(given, schema),
+        "output_schema": None if schema is None else schema.as_dict(),
         "has_choices": given["samples_as_rows"],
         "chat_template_kwargs": check_template_kwargs(_parse(given, "chat_template_kwargs")),
         "task": given["task"],
@@ -758,7 +790,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sampling(given: Mapping[str, Any]) -> None:
-    for name in (*SAMPLING_FLAGS, "sampling_params", "samples_as_rows"):
+    for name in (*SAMPLING_FLAGS, "output_schema", "sampling_params", "samples_as_rows"):
         if _is_given(given, name):
             raise ConfigError(
                 f"{_flag(name)} has no meaning for --task {given['task']}; leave it out"
@@ -800,6 +832,10 @@ def _set_batch_columns(options: dict[str, Any], id_column: str | None) -> str:
                 f"{_flag(name)} has no meaning for an OpenAI batch; leave it out, or "
                 "add --format table"
             )
+    if options["output_schema"] is not None:
+        raise ConfigError("--output-schema has no meaning for an OpenAI batch, whose requests have "
+                          "a response_format each; leave it out, or add --format table"
+                          )  # fmt: skip
     options |= {"tools_column": TOOLS_COLUMN, "has_choices": True, "has_token_bytes": True}
     return ID_COLUMN
 
