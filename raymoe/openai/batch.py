@@ -269,7 +269,7 @@ def _completion(row: Mapping[str, Any], digest: str, created: int) -> dict[str, 
 
 def _chat_choice(choice: Mapping[str, Any], key: str, texts: TokenBytes) -> dict[str, Any]:
     logprobs, calls = choice["logprobs"], choice.get("tool_calls")
-    message = {"role": "assistant", "content": choice["text"]}
+    message = {"role": "assistant", "content": choice["text"], "refusal": None}
     if choice.get("reasoning_text") is not None:  # vLLM's name, and its former one
         message |= dict.fromkeys(("reasoning", "reasoning_content"), choice["reasoning_text"])
     if calls:

@@ -198,7 +198,7 @@ def test_a_response_has_all_samples_and_counts_their_tokens():
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     one, two = body["choices"]
-    assert one["message"] == {"role": "assistant", "content": "a"}
+    assert one["message"] == {"role": "assistant", "content": "a", "refusal": None}
     assert (one["finish_reason"], two["finish_reason"]) == ("stop", "length")
     (token,) = one["logprobs"]["content"]
     assert (token["token"], token["logprob"]) == ("token_id:5", -0.5)
