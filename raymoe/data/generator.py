@@ -371,8 +371,8 @@ class MoEGenerator:
             self._job.close()
 
     def __del__(self) -> None:
-        owned = ("_engine", "_job", "_observer")
-        if any(getattr(self, name, None) for name in owned):
+        # Not after `close`: the interpreter may have ended so far that nothing can be called.
+        if getattr(self, "_engine", None) is not None:
             self.close()
 
     def _load(
