@@ -16,8 +16,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 
 import raymoe
 from raymoe.cli.generate import check_batch_options
@@ -638,8 +640,9 @@ def served(directory, *options):
     environment = {**os.environ, "PYTHONPATH": root}
     process = subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.PIPE)
     try:
-        line = process.stderr.readline().decode()
-        yield process, re.match(r"listening at (\S+) for model demo", line)[1]
+        ready = re.compile(r"listening at (\S+) for model demo")  # after what it loads
+        found = next(filter(None, (ready.match(line.decode()) for line in process.stderr)))
+        yield process, found[1]
     finally:
         process.kill()
         process.wait()
@@ -698,6 +701,26 @@ def test_the_openai_client_gets_each_id_once_also_when_the_server_is_killed(tmp_
         client.files.delete(uploaded.id)
         with pytest.raises(openai.NotFoundError):
             client.files.content(uploaded.id)
+
+
+class Day(BaseModel):
+    month: Literal["May", "June"]
+    is_late: bool | None
+
+
+@pytest.mark.slow
+def test_the_openai_client_parses_answers_as_a_class(tmp_path):
+    openai = pytest.importorskip("openai")
+    with served(tmp_path / "dir") as (_, url):
+        parse = openai.OpenAI(base_url=url, api_key="none", max_retries=0).chat.completions.parse
+        asked = {
+            "model": "demo", "messages": [{"role": "user", "content": "x"}], "response_format": Day,
+        }  # fmt: skip
+        message = parse(max_tokens=300, **asked).choices[0].message
+        assert message.parsed == Day.model_validate_json(message.content)
+        assert message.refusal is None
+        with pytest.raises(openai.LengthFinishReasonError):
+            parse(max_tokens=3, **asked)
 
 
 def wait_for_journal(directory):
