@@ -700,7 +700,9 @@ def _read_output_schema(text: str | None) -> OutputSchema | None:
     return OutputSchema.of(value, what=flag)
 
 
-def _read_params(given: Mapping[str, Any], output_schema: OutputSchema | None) -> SamplingParams:
+def _read_params(
+    given: Mapping[str, Any], output_schema: OutputSchema | None = None
+) -> SamplingParams:
     flags = {name: given[name] for name in SAMPLING_FLAGS}
     flags["stop"] = [_with_breaks(text) for text in given["stop"] or ()] or None
     schema = flags.pop("json_schema")

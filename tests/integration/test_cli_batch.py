@@ -112,6 +112,7 @@ def lasting(response):
         (("--id-column", "url"), "--id-column has no meaning for an OpenAI batch"),
         (("--tools-column", "x"), "--tools-column has no meaning"),
         (("--samples-as-rows",), "--samples-as-rows has no meaning for an OpenAI batch"),
+        (("--output-schema", "tests.invoices:Invoice"), "--output-schema has no meaning for an O"),
         (("--format", "csv"), "--format is 'csv'; it must be one of auto, table"),
         (("--output", "parts"), "responses of an OpenAI batch are JSON lines"),
         (("--format", "table"), "neither column 'prompt' nor 'messages' exists"),

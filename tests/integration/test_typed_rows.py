@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import raymoe
+from raymoe.data.generator import output_columns
 from raymoe.data.journal import journal_files
+from raymoe.data.sizing import _for_nodes
 from raymoe.errors import ConfigError
 from tests.invoices import ARROW, Invoice
 
@@ -132,6 +134,29 @@ def test_each_sample_has_a_value_of_its_own(generator):
     assert [sample["sample_index"] for sample in samples] == [0, 1, 2, 0]
     assert len({str(sample["parsed"]) for sample in samples}) == 4
     assert [check(sample) for sample in samples] == [True, True, True, False]
+
+
+def test_a_row_may_have_a_constraint_of_its_own_and_is_checked_all_the_same(generator):
+    forms = [{"choice": ["no"]}, {"json": {"type": "object", "properties": {}}}]
+    params = [json.dumps({"structured_outputs": form}) for form in forms]
+    table = generator(pa.table({"id": [1, 2], "prompt": ["x"] * 2, "sampling_params": params}))
+    text, other = table.column("parsed_error").to_pylist()
+    assert text.startswith("$: no JSON: ")
+    assert other.startswith(("$: ", "cut by max_tokens at $"))
+    assert table.column("parsed").null_count == 2
+
+
+def test_actors_get_a_schema_instead_of_the_class_of_the_user(generator):
+    options = _for_nodes({"output_schema": Invoice})
+    assert isinstance(options["output_schema"], dict)
+    columns = output_columns(MODEL, {**options, "has_choices": True})
+    assert columns == output_columns(MODEL, {"output_schema": Invoice, "has_choices": True})
+    assert columns == generator._columns
+
+
+def test_two_constraints_of_a_job_contradict_each_other():
+    with pytest.raises(ConfigError, match="output_schema and structured_outputs contradict"):
+        raymoe.generate(None, MODEL, output_schema=Invoice, json_schema={"type": "object"})
 
 
 @pytest.mark.parametrize(

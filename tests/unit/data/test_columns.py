@@ -8,6 +8,7 @@ from raymoe.config import SamplingParams
 from raymoe.data.columns import OutputColumns, explode_samples
 from raymoe.engine.outputs import Generation, TokenLogprob
 from raymoe.errors import ConfigError
+from raymoe.output_schema import OutputSchema
 
 
 def generation(text, *others, **fields):
@@ -81,3 +82,15 @@ def test_what_has_no_samples_or_is_exploded_already_is_refused():
     empty = table.set_column(index, "choices", pa.array([[]], table.schema.field(index).type))
     with pytest.raises(ConfigError, match="a row without a sample"):
         explode_samples(empty)
+
+
+def test_a_row_that_its_columns_cannot_hold_has_no_value_and_says_why():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    columns = OutputColumns.of(SamplingParams(), schema=OutputSchema.of(schema))
+    generations = [Generation(text=text, parsed={"a": 1}) for text in ("\ud800", "{}")]
+    table, _ = columns.append(pa.table({"x": [1, 2]}), generations)
+    bad, good = table.to_pylist()
+    assert bad["parsed"] is None
+    assert bad["parsed_error"] == bad["__inference_error__"]
+    assert "filling the column 'generated_text'" in bad["parsed_error"]
+    assert (good["parsed"], good["parsed_error"]) == ({"a": 1}, None)
