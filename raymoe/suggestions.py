@@ -17,6 +17,8 @@ OTHER_NAMES = {
     "guided_regex": ("structured_outputs",), "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",), "response_format": ("structured_outputs",),
     "json_schema": ("structured_outputs", "json"), "schema": ("json",), "ebnf": ("grammar",),
+    "response_model": ("output_schema",), "output_type": ("output_schema",),
+    "output_schema": ("structured_outputs",),
     "torch_dtype": ("dtype",), "kv_cache_dtype": ("kv_dtype",), "tp": ("tensor_parallel_size",),
     "mamba_ssm_cache_dtype": ("state_dtype",), "ssm_dtype": ("state_dtype",),
     "tp_size": ("tensor_parallel_size",), "gpu_memory_utilization": ("device_memory_bytes",),
