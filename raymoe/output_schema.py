@@ -20,6 +20,7 @@ from referencing.jsonschema import DRAFT202012
 
 from raymoe.config import SamplingParams
 from raymoe.errors import ConfigError, describe, encodable
+from raymoe.safe_text import nesting_problem
 from raymoe.specs.files import read_own_json
 from raymoe.structured import KINDS, StructuredOutputs
 from raymoe.units import MAX_INT64
@@ -142,9 +143,9 @@ class OutputSchema:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             return Parsed(None, _unreadable(text, finish_reason, error))
-        problem = best_match(_validator(self.text).iter_errors(value))
-        if problem is not None:
-            return Parsed(None, encodable(f"{problem.json_path}: {problem.message:.{MAX_MESSAGE}}"))
+        problem = _problem(_validator(self.text), value)
+        if problem:
+            return Parsed(None, problem)
         try:
             fitted = _fitted(value, self.root, "$")
         except _UnfitError as error:
@@ -265,6 +266,17 @@ def _validator(text: str) -> Validator:
     schema = json.loads(text)
     kind = extend(validator_for(schema, Draft202012Validator), {"multipleOf": _multiple_of})
     return kind(schema)
+
+
+def _problem(validator: Validator, value: Any) -> str:
+    """Return where a value is not valid, and why; "" if it is."""
+    nesting = nesting_problem(value)
+    if nesting:  # too deep to be shown
+        return f"$ {nesting}"
+    error = best_match(validator.iter_errors(value))
+    if error is None:
+        return ""
+    return encodable(f"{error.json_path}: {error.message:.{MAX_MESSAGE}}")
 
 
 def _multiple_of(

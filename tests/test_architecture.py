@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "specs": BASE | {"safe_text"},
     "structured": {"errors", "safe_text"},
     "config": BASE | {"specs", "plan", "structured"},
-    "output_schema": BASE | {"specs", "config", "structured"},
+    "output_schema": BASE | {"specs", "config", "safe_text", "structured"},
     "schedule": {"errors"},
     "plan": BASE | {"specs", "schedule"},
     "codecs": {"errors", "rotation", "specs"},

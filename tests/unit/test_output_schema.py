@@ -189,7 +189,8 @@ def test_an_answer_that_is_not_valid_or_does_not_fit_says_where(changed, error):
 
 def test_texts_that_are_no_json_are_no_values():
     schema = OutputSchema.of(SMALL)
-    for text in ("hello", "}{", "]", '{"a": 1} x', "[" * 100_000, "9" * 5000):
+    deep = ['{"b":' * depth + "1" + "}" * depth for depth in range(900, 1000)]
+    for text in ("hello", "}{", "]", '{"a": 1} x', "[" * 100_000, "9" * 5000, *deep):
         assert schema.parse(text, "stop").value is None
         assert schema.parse(text, "stop").error.startswith("$")
 
