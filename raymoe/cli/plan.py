@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,17 @@ from rich.text import Text
 
 from raymoe.cli import model_by_name, size
 from raymoe.cli.checks import check_money, check_number
+from raymoe.cli.cluster_file import (
+    DEFAULT_OUTPUT,
+    DEFAULT_SOURCE,
+    Output,
+    Source,
+    Spot,
+    WantedFile,
+    Write,
+    WriteAs,
+    price_of,
+)
 from raymoe.config import DTYPES, KV_DTYPES, MAX_RANKS, STATE_DTYPES
 from raymoe.errors import ConfigError, InfeasiblePlanError, UnknownOptionError
 from raymoe.plan.draw import roofline_picture, throughput_picture
@@ -25,10 +37,13 @@ from raymoe.plan.policy import DevicePolicy, Footprint
 from raymoe.plan.prediction import READ_BYTES_PER_S, Prediction, roughly
 from raymoe.plan.rank import (
     MAX_NODES,
+    MAX_PRICE,
     JobPlanner,
     Offer,
+    PriceList,
     next_steps,
     notes_of,
+    plan_in_budget,
     plan_in_time,
     rank,
     ranking_notes,
@@ -380,6 +395,14 @@ Deadline = Annotated[
         help="Find the smallest number of nodes on which the job ends within this many hours.",
     ),
 ]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="PRICE",
+        help="Take as many nodes as this many US dollars pay for, loading included, but no more "
+        "than still compute for as long as they load.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.")]
 ScheduleName = Annotated[
     str,
@@ -468,6 +491,7 @@ Out = Annotated[
 
 
 def run(  # noqa: PLR0913 - the options of a command
+    context: typer.Context,
     *,
     model: Model,
     hardware: Hardware = None,
@@ -491,6 +515,12 @@ def run(  # noqa: PLR0913 - the options of a command
     prices: Prices = None,
     nodes: Nodes = None,
     deadline_hours: Deadline = None,
+    budget: Budget = None,
+    spot: Spot = False,
+    write: Write = None,
+    write_as: WriteAs = None,
+    source: Source = DEFAULT_SOURCE,
+    output: Output = DEFAULT_OUTPUT,
     what_if: WhatIf = False,
     plot: Plot = False,
     out: Out = Path("raymoe-plan"),
@@ -500,33 +530,64 @@ def run(  # noqa: PLR0913 - the options of a command
 
     Neither the weights nor the node are needed. Printed are the sizes of the plan, what needs
     which memory, what limits the speed, the time of the job and a few layers of a step. A model
-    that does not fit is refused with the bytes that are missing.
+    that does not fit is refused with the bytes that are missing. With --write, a file that runs
+    the job on a cluster is written too.
     """
-    _check_usage(
-        hardware, prices, host_memory=host_memory, device_memory=device_memory, plot=plot,
-        price_per_hour=price_per_hour, what_if=what_if, tensor_parallel=tensor_parallel > 1,
-    )  # fmt: skip
-    money = _money(price_per_hour, currency)
-    workload = _workload(num_rows, (prompt_len, gen_len), lengths, shared_prompt_len)
-    workload = _of_task(workload, task)
-    fleet = _Fleet(workload, nodes, deadline_hours)
-    node = None if hardware is None else _node(hardware, host_memory, device_memory)
-    spec = _with_state_dtype(_model(model, weights, dtype), state_dtype)
+    _run(context.params, context.obj or sys.argv[2:])
+
+
+def _run(given: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Plan with the options of the command.
+
+    Args:
+        arguments: Those it was called with.
+    """
+    _check_usage(given["hardware"], given["prices"], given)
+    money = _money(given["price_per_hour"], given["currency"])
+    wanted = WantedFile.of(given, arguments)
+    workload = workload_of(given)
+    fleet = _Fleet(workload, given["nodes"], given["deadline_hours"], given["budget"])
+    node, name = None, given["hardware"]
+    if name is not None:
+        node = _node(name, given["host_memory"], given["device_memory"])
+        node = node if wanted is None else wanted.node(name, node)
+    planner, node = planner_of(given, workload, node)
+    if node is None:
+        _rank(planner, fleet, given, wanted)
+        return
+    listed = read_prices()
+    plan, count = _plan_on(planner, fleet, node, price_of(given, name, listed))
+    notes = [*notes_of(plan, planner.model), *planner.fit_notes(node, plan)]
+    (_print_json if given["as_json"] else _print)(plan, money, count, notes)
+    if wanted is not None:
+        wanted.write(plan, planner, num_nodes=count, name=name, prices=listed)
+    more = given["what_if"], given["out"] if given["plot"] else None
+    _show_more(plan, replace(planner, workload=plan.workload), *more)
+
+
+def workload_of(given: Mapping[str, Any]) -> Workload:
+    """The rows that the options of the command describe."""
+    lengths = given["prompt_len"], given["gen_len"]
+    workload = _workload(given["num_rows"], lengths, given["lengths"], given["shared_prompt_len"])
+    return _of_task(workload, given["task"])
+
+
+def planner_of(
+    given: Mapping[str, Any], workload: Workload, node: HardwareSpec | None
+) -> tuple[JobPlanner, HardwareSpec | None]:
+    """The planner that the options of the command describe, and what one rank has of the node."""
+    spec = _model(given["model"], given["weights"], given["dtype"])
+    spec = _with_state_dtype(spec, given["state_dtype"])
+    schedule, max_context = given["schedule"], given["max_context"]
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
     if node is not None:
-        spec, node = of_one_rank(spec, node, tensor_parallel)
+        spec, node = of_one_rank(spec, node, given["tensor_parallel"])
     planner = JobPlanner(
         spec, workload, schedule=schedule, max_model_len=max_context,
         bytes_per_element=_item_bytes(spec.dtype or "bfloat16", "--dtype") or 2,
-        kv_bytes_per_element=_kv_item_bytes(kv_dtype, spec, node),
+        kv_bytes_per_element=_kv_item_bytes(given["kv_dtype"], spec, node),
     )  # fmt: skip
-    if node is None:
-        _rank(planner, fleet, prices, as_json=as_json)
-        return
-    plan, count = _plan_on(planner, fleet, node)
-    notes = [*notes_of(plan, spec), *planner.fit_notes(node, plan)]
-    (_print_json if as_json else _print)(plan, money, count, notes)
-    _show_more(plan, replace(planner, workload=plan.workload), what_if, out if plot else None)
+    return planner, node
 
 
 def _show_more(plan: Plan, planner: JobPlanner, what_if: bool, out: Path | None) -> None:
@@ -543,8 +604,12 @@ class _Fleet:
     workload: Workload
     num_nodes: int | None
     deadline_hours: float | None
+    budget: float | None = None
 
     def __post_init__(self) -> None:
+        if self.budget is not None and (self.num_nodes or self.deadline_hours) is not None:
+            raise ConfigError("--budget chooses the number of nodes; leave out the others")
+        check_number("--budget", self.budget, (0.01, MAX_PRICE), CURRENCY)
         if self.num_nodes is not None and self.deadline_hours is not None:
             raise ConfigError("--deadline-hours chooses the number of nodes; leave out --nodes")
         if self.num_nodes is not None and not 1 <= self.num_nodes <= MAX_NODES:
@@ -574,8 +639,16 @@ def _of_task(workload: Workload, task: str) -> Workload:
     return workload if task == TASKS[0] else workload.without_generation()
 
 
-def _plan_on(planner: JobPlanner, fleet: _Fleet, node: HardwareSpec) -> tuple[Plan, int]:
+def _plan_on(
+    planner: JobPlanner, fleet: _Fleet, node: HardwareSpec, price: float | None
+) -> tuple[Plan, int]:
     try:
+        if fleet.budget is not None:
+            if price is None:
+                raise ConfigError(
+                    f"--budget: the price of {node.name} is not known here; give --price-per-hour"
+                )
+            return plan_in_budget(planner, node, price, fleet.budget)
         return plan_in_time(planner, node, fleet.num_nodes or 1, fleet.deadline_s)
     except InfeasiblePlanError as error:
         pipeline = planner.pipeline(node)
@@ -682,37 +755,73 @@ def _check(
         )
 
 
-def _check_usage(hardware: str | None, prices: Path | None, **of_one_node: object) -> None:
+OF_ONE_NODE = ("host_memory", "device_memory", "plot", "price_per_hour", "what_if")
+
+
+def _check_usage(hardware: str | None, prices: Path | None, given: Mapping[str, Any]) -> None:
     if hardware is not None and prices is not None:
         raise ConfigError(
             "--prices is for ranking instances; leave out --hardware, or give --price-per-hour"
         )
+    of_one_node = {name: given[name] for name in OF_ONE_NODE}
+    of_one_node["tensor_parallel"] = given["tensor_parallel"] > 1
     named = [f"--{key.replace('_', '-')}" for key, value in of_one_node.items() if value]
     if hardware is None and named:
         raise ConfigError(f"{', '.join(named)} needs one node; name it with --hardware")
 
 
-def _rank(planner: JobPlanner, fleet: _Fleet, path: Path | None, *, as_json: bool) -> None:
-    prices = read_prices(path)
+def _rank(
+    planner: JobPlanner, fleet: _Fleet, given: Mapping[str, Any], wanted: WantedFile | None
+) -> None:
+    prices = read_prices(given["prices"])
     with _planning_others():
         offers = rank(
-            prices.prices, planner, num_nodes=fleet.num_nodes or 1, deadline_s=fleet.deadline_s
-        )
+            prices.prices, planner, num_nodes=fleet.num_nodes or 1, deadline_s=fleet.deadline_s,
+            budget=fleet.budget, spot=given["spot"],
+        )  # fmt: skip
         notes = [*ranking_notes(planner, offers)]
-    if as_json:
+    if given["as_json"]:
         found = {
             "prices": {"source": prices.source, "date": prices.date, "currency": CURRENCY},
             "offers": [offer.to_json() for offer in offers],
             "notes": notes,
         }
         typer.echo(json.dumps(found, indent=2))
-        return
+    else:
+        _print_ranking(planner, fleet, offers, [f"Prices: {prices.origin}.", *notes])
+    if wanted is not None:
+        _write_for_best(planner, fleet, offers=offers, wanted=wanted, prices=prices)
+
+
+def _print_ranking(
+    planner: JobPlanner, fleet: _Fleet, offers: Sequence[Offer], notes: Sequence[str]
+) -> None:
     console = Console()
     title = f"{fleet.num_nodes} nodes" if fleet.num_nodes else "one node"
     console.print(_title(planner.model.name, title, planner.workload), style="bold")
     console.print(ranking_table(offers))
-    for note in (f"Prices: {prices.origin}.", *notes):
+    for note in notes:
         console.print(note)
+
+
+def _write_for_best(
+    planner: JobPlanner,
+    fleet: _Fleet,
+    *,
+    offers: Sequence[Offer],
+    wanted: WantedFile,
+    prices: PriceList,
+) -> None:
+    best = offers[0]
+    if best.plan is None:
+        raise InfeasiblePlanError(
+            f"--write: none of {len(offers)} nodes can run the job; {best.name}: {best.problem}"
+        )
+    plan, count, node = best.plan, best.num_nodes, find_hardware(best.name)
+    of_job = wanted.node(best.name, node)
+    if of_job != node:
+        plan, count = _plan_on(planner, fleet, of_job, wanted.price(best.name, prices))
+    wanted.write(plan, planner, num_nodes=count, name=best.name, prices=prices)
 
 
 BOUNDS = {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.plan.footprint import kv_block_bytes
 from raymoe.plan.plan import Plan
+from raymoe.plan.prediction import Prediction
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
 from raymoe.specs.files import read_own_json
@@ -241,30 +242,92 @@ def plan_in_time(
     return plan, count
 
 
+class OverBudgetError(InfeasiblePlanError):
+    """One node already costs more than may be spent."""
+
+
+def plan_in_budget(
+    plan_with: PlanWith, node: HardwareSpec, price_per_hour: float, budget: float
+) -> tuple[Plan, int]:
+    """The plan of each of as many nodes as a budget pays for, and their number.
+
+    More nodes end earlier and cost more, as each of them loads the model. There are at most so many
+    that each still computes for as long as it loads.
+
+    Args:
+        price_per_hour: Of a node.
+        budget: What loading and computing may cost, in the same currency.
+
+    Raises:
+        OverBudgetError: One node costs more.
+        InfeasiblePlanError: A node cannot run the job.
+    """
+    plan = plan_with(node, 1)
+    one, num_rows = Prediction.of(plan), plan.workload.num_rows
+    cost = _cost(one, 1, price_per_hour)
+    if cost > budget:
+        raise OverBudgetError(
+            f"the job costs {cost:,.2f} on one {node.name} at {price_per_hour:g} an hour, and the "
+            f"budget is {budget:,.2f}: give more, or take fewer rows or a cheaper node"
+        )
+    paid = (3600 * budget / price_per_hour - one.running_s) / one.loading_s
+    count = max(1, int(min(paid, one.running_s / one.loading_s, num_rows, MAX_NODES)))
+    while count > 1:
+        plan = plan_with(node, count)
+        cost = _cost(Prediction.of(plan, count), count, price_per_hour)
+        if cost <= budget:
+            return plan, count
+        count = min(count - 1, int(count * budget / cost))
+    return plan_with(node, 1), 1
+
+
+LABELS = {TooLateError: "too late", OverBudgetError: "over budget"}
+
+
+def _cost(found: Prediction, num_nodes: int, price_per_hour: float) -> float:
+    return num_nodes * price_per_hour * (found.loading_s + found.running_s) / 3600
+
+
 def rank(
     prices: Mapping[str, Price],
     planner: JobPlanner,
     *,
     num_nodes: int = 1,
     deadline_s: float | None = None,
+    budget: float | None = None,
+    spot: bool = False,
 ) -> list[Offer]:
-    """Plan the job for each node: the cheapest for a token first, those that fail last."""
+    """Plan the job for each node: the cheapest for a token first, those that fail last.
+
+    Args:
+        budget: Take as many nodes as it pays for, in US dollars, instead of `num_nodes`.
+        spot: Take spot prices for the budget and the order; nodes without one fail.
+    """
     offers = []
     for name, price in prices.items():
+        hourly = price.spot if spot else price.on_demand
+        if hourly is None:
+            problem = "its spot price is not known"
+            offers.append(Offer(name=name, price=price, problem=problem, label="no spot price"))
+            continue
         node = find_hardware(name)
         if not node.has_bfloat16 and planner.model.model_type in OVERFLOWS_IN_FLOAT16:
             problem = "no products of bfloat16, and the model overflows in float16"
             offers.append(Offer(name=name, price=price, problem=problem, label="no bfloat16"))
             continue
         try:
-            plan, count = plan_in_time(planner, node, num_nodes, deadline_s)
+            if budget is None:
+                plan, count = plan_in_time(planner, node, num_nodes, deadline_s)
+            else:
+                plan, count = plan_in_budget(planner, node, hourly, budget)
             offers.append(Offer(name=name, price=price, plan=plan, num_nodes=count))
         except InfeasiblePlanError as error:
             problem = str(error).splitlines()[0].rstrip(":")
-            label = "too late" if isinstance(error, TooLateError) else "too small"
+            label = LABELS.get(type(error), "too small")
             offers.append(Offer(name=name, price=price, problem=problem, label=label))
     feasible = sorted(
-        (each for each in offers if each.plan), key=lambda each: each.cost_per_million
+        (each for each in offers if each.plan),
+        key=lambda each: (spot and each.spot_cost_per_million) or each.cost_per_million,
     )
     return feasible + [each for each in offers if each.plan is None]
 

@@ -414,10 +414,17 @@ def preset_of_gpu(name: str) -> HardwareSpec | None:
     return next((HARDWARE_PRESETS[name] for name in names if name in HARDWARE_PRESETS), None)
 
 
-# vCPUs, memory in GiB, GPU and number of GPUs, as the providers publish them; rates per core are
-# those of the preset with that GPU.
-_INSTANCES: Mapping[str, tuple[int, int, str, int]] = {
-    f"{family}.{size}xlarge".replace(".1x", ".x", size == 1): (
+class Instance(NamedTuple):
+    """What a provider publishes of an instance; rates per core are those of the GPU's preset."""
+
+    num_vcpus: int
+    memory_gib: int
+    gpu: str
+    num_gpus: int
+
+
+INSTANCES: Mapping[str, Instance] = {
+    f"{family}.{size}xlarge".replace(".1x", ".x", size == 1): Instance(
         4 * size, size * gib_of_four, gpu, num_gpus
     )
     for family, gpu, gib_of_four in (("g4dn", "t4", 16), ("g5", "a10", 16), ("g6", "l4", 16),
@@ -425,24 +432,25 @@ _INSTANCES: Mapping[str, tuple[int, int, str, int]] = {
     for size, num_gpus in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (12, 4), (24, 4), (48, 8))
     if family != "g4dn" or size <= 16
 } | {
-    "gr6.4xlarge": (16, 128, "l4", 1),
-    "gr6.8xlarge": (32, 256, "l4", 1),
+    "gr6.4xlarge": Instance(16, 128, "l4", 1),
+    "gr6.8xlarge": Instance(32, 256, "l4", 1),
 } | {
-    f"g2-standard-{cpus}": (cpus, 4 * cpus, "l4", num_gpus)
+    f"g2-standard-{cpus}": Instance(cpus, 4 * cpus, "l4", num_gpus)
     for cpus, num_gpus in ((4, 1), (8, 1), (12, 1), (16, 1), (32, 1), (24, 2), (48, 4), (96, 8))
 } | {
-    f"a2-ultragpu-{count}g": (12 * count, 170 * count, "a100", count) for count in (1, 2, 4, 8)
+    f"a2-ultragpu-{count}g": Instance(12 * count, 170 * count, "a100", count)
+    for count in (1, 2, 4, 8)
 } | {
-    "a3-highgpu-1g": (26, 234, "h100", 1),
-    "a3-highgpu-8g": (208, 1872, "h100", 8),
-    "p4de.24xlarge": (96, 1152, "a100", 8),
-    "p5.48xlarge": (192, 2048, "h100", 8),
-    "p5e.48xlarge": (192, 2048, "h200", 8),
+    "a3-highgpu-1g": Instance(26, 234, "h100", 1),
+    "a3-highgpu-8g": Instance(208, 1872, "h100", 8),
+    "p4de.24xlarge": Instance(96, 1152, "a100", 8),
+    "p5.48xlarge": Instance(192, 2048, "h100", 8),
+    "p5e.48xlarge": Instance(192, 2048, "h200", 8),
 }  # fmt: skip
 
 
 def _instance(name: str) -> HardwareSpec:
-    num_vcpus, memory_gib, gpu, num_gpus = _INSTANCES[name]
+    num_vcpus, memory_gib, gpu, num_gpus = INSTANCES[name]
     preset, cores = HARDWARE_PRESETS[gpu], max(1, num_vcpus // 2)  # two vCPUs are one core
     factor = cores / preset.num_cores
     return replace(
@@ -456,7 +464,7 @@ def _instance(name: str) -> HardwareSpec:
     )
 
 
-HARDWARE_INSTANCES: Mapping[str, HardwareSpec] = {name: _instance(name) for name in _INSTANCES}
+HARDWARE_INSTANCES: Mapping[str, HardwareSpec] = {name: _instance(name) for name in INSTANCES}
 
 
 def is_hardware_file(text: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from rich.text import Text
 from raymoe._version import __version__
 from raymoe.cli import EXIT_FAILED
 from raymoe.doctor.examine import SECTIONS, Finding, Status, Target, examine
-from raymoe.errors import UnknownOptionError
+from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.safe_text import harmless
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -24,6 +25,14 @@ STYLES = {
 
 
 def run(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Check this file, which raymoe plan --write wrote, instead of the machine, and "
+            "say what its nodes cost an hour.",
+        ),
+    ] = None,
     *,
     device: Annotated[
         str,
@@ -53,25 +62,37 @@ def run(
 
     Kernels are compared with plain formulas for each format of weights, and the included model with
     transformers under several schedules. Neither Ray nor a network is needed. A warning says what
-    makes this machine slower than it could be. The exit code is 1 if a check failed.
+    makes this machine slower than it could be. With a FILE for a cluster, that is checked as far
+    as no cloud is needed. The exit code is 1 if a check failed.
     """
     if device not in DEVICES:
         raise UnknownOptionError(device, DEVICES, "--device")
+    if file is not None and section:
+        raise ConfigError("--section is for the machine; leave it out where a FILE is checked")
     for name in section:
         if name not in SECTIONS:
             raise UnknownOptionError(name, SECTIONS, "--section")
     begin_s = time.monotonic()
-    chosen = _with_gpu() if device == "auto" else device
-    target, findings = Target(device=chosen, num_threads=num_threads), []
+    if file is not None:
+        # It imports other commands.
+        from raymoe.cli.doctor.cluster_file import examine_file  # noqa: PLC0415
+
+        subject, found = str(file), examine_file(file)
+    else:
+        subject = _with_gpu() if device == "auto" else device
+        target = Target(device=subject, num_threads=num_threads)
+        found = examine(target, limit, section or SECTIONS)
+    findings = []
     with Console(stderr=True).status("examining") as status:
-        for finding in examine(target, limit, section or SECTIONS):
+        for finding in found:
             findings.append(finding)
             status.update(f"{finding.section}: {finding.name} {finding.status}")
     seconds = time.monotonic() - begin_s
     if as_json:
-        typer.echo(_as_json(findings, chosen, seconds))
+        typer.echo(_as_json(findings, "file" if file else "device", subject, seconds))
     else:
-        _print(findings, chosen, seconds)
+        title = f"raymoe {__version__} on the device {subject}"
+        _print(findings, str(file) if file else title, seconds)
     if any(finding.status == Status.FAILED for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
@@ -84,10 +105,10 @@ def _with_gpu() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _as_json(findings: Sequence[Finding], device: str, seconds: float) -> str:
+def _as_json(findings: Sequence[Finding], kind: str, subject: str, seconds: float) -> str:
     content = {
         "raymoe": __version__,
-        "device": device,
+        kind: subject,
         "is_healthy": all(finding.status != Status.FAILED for finding in findings),
         "seconds": round(seconds, 1),
         "findings": [asdict(finding) for finding in findings],
@@ -95,8 +116,8 @@ def _as_json(findings: Sequence[Finding], device: str, seconds: float) -> str:
     return json.dumps(content, indent=1)
 
 
-def _print(findings: Sequence[Finding], device: str, seconds: float) -> None:
-    table = Table(title=f"raymoe {__version__} on the device {device}", expand=False)
+def _print(findings: Sequence[Finding], title: str, seconds: float) -> None:
+    table = Table(title=harmless(title), expand=False)
     for column in ("", "check", "", "found"):
         table.add_column(column, overflow="fold")
     section = ""
