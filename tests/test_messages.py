@@ -22,6 +22,11 @@ from tests.test_documents import options_of
 ROOT = Path(__file__).parent.parent
 # Of other commands, in advice about them.
 OPTIONS_OF_OTHERS = {
+    "--generate": "ray get-auth-token",
+    "--memory": "ray start",
+    "--volume": "docker run",
+    "--dry-run": "kubectl apply",
+    "--dryrun": "sky jobs launch",
     "--object-store-memory": "ray", "--cap-add": "docker", "--gpus": "docker", "--ulimit": "docker",
     "--shm-size": "docker",
     "--debug": "every command", "--help": "every command", "--version": "raymoe",

@@ -13,9 +13,6 @@ from math import ceil
 from pathlib import Path
 from typing import Self
 
-import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.plan import Plan
 from raymoe.plan.prediction import Prediction
@@ -75,7 +72,7 @@ class Machine:
         return cls(
             instance=None,
             num_vcpus=2 * hardware.num_cores,
-            memory_gib=int(hardware.host_memory_bytes / USABLE_FRACTION / GIB),
+            memory_gib=round(hardware.host_memory_bytes / USABLE_FRACTION / GIB),
             gpu=hardware.name if hardware.has_gpu else "",
             num_gpus=int(hardware.has_gpu),
         )
@@ -282,6 +279,9 @@ class ClusterJob:
 
     def render(self, kind: str) -> str:
         """The text of the file."""
+        # A plan without a file needs neither.
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+
         environment = Environment(
             loader=FileSystemLoader(TEMPLATES),
             undefined=StrictUndefined,
@@ -336,6 +336,8 @@ def _command(words: Sequence[str]) -> str:
 
 def _scalar(text: str, indent: int = 2) -> str:
     """A string in YAML, of which no part is read as anything else."""
+    import yaml  # noqa: PLC0415 - as above
+
     dumped = yaml.safe_dump(text, width=COLUMNS - 16, allow_unicode=True)
     lines = dumped.removesuffix("\n").removesuffix("\n...").splitlines()
     return f"\n{' ' * indent}".join(line.strip() for line in lines)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -72,27 +72,34 @@ def run(
     for name in section:
         if name not in SECTIONS:
             raise UnknownOptionError(name, SECTIONS, "--section")
-    begin_s = time.monotonic()
     if file is not None:
         # It imports other commands.
         from raymoe.cli.doctor.cluster_file import examine_file  # noqa: PLC0415
 
-        subject, found = str(file), examine_file(file)
-    else:
-        subject = _with_gpu() if device == "auto" else device
-        target = Target(device=subject, num_threads=num_threads)
-        found = examine(target, limit, section or SECTIONS)
-    findings = []
+        _show(examine_file(file), "file", str(file), as_json=as_json)
+        return
+    chosen = _with_gpu() if device == "auto" else device
+    target = Target(device=chosen, num_threads=num_threads)
+    _show(examine(target, limit, section or SECTIONS), "device", chosen, as_json=as_json)
+
+
+def _show(found: Iterator[Finding], kind: str, subject: str, *, as_json: bool) -> None:
+    """Print findings as they come; raises Exit if a check failed.
+
+    Args:
+        kind: What is examined: a file, or a device.
+        subject: Its name.
+    """
+    begin_s, findings = time.monotonic(), []
     with Console(stderr=True).status("examining") as status:
         for finding in found:
             findings.append(finding)
             status.update(f"{finding.section}: {finding.name} {finding.status}")
     seconds = time.monotonic() - begin_s
     if as_json:
-        typer.echo(_as_json(findings, "file" if file else "device", subject, seconds))
+        typer.echo(_as_json(findings, {kind: subject}, seconds))
     else:
-        title = f"raymoe {__version__} on the device {subject}"
-        _print(findings, str(file) if file else title, seconds)
+        _print(findings, f"raymoe {__version__} on the {kind} {subject}", seconds)
     if any(finding.status == Status.FAILED for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
@@ -105,10 +112,10 @@ def _with_gpu() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _as_json(findings: Sequence[Finding], kind: str, subject: str, seconds: float) -> str:
+def _as_json(findings: Sequence[Finding], subject: dict[str, str], seconds: float) -> str:
     content = {
         "raymoe": __version__,
-        kind: subject,
+        **subject,
         "is_healthy": all(finding.status != Status.FAILED for finding in findings),
         "seconds": round(seconds, 1),
         "findings": [asdict(finding) for finding in findings],

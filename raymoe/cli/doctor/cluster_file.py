@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,6 @@ from raymoe.specs.hardware import USABLE_FRACTION, find_hardware, hardware_prese
 from raymoe.units import CURRENCY, GIB, MIB, format_bytes, format_money, format_seconds, parse_bytes
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy
-NFS_MOUNT = re.compile(r"mount -t nfs4? .*?(/\S+)\s*$", re.MULTILINE)
-MEMORY_OPTION = re.compile(r"--memory=(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +100,17 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     (name,) = types.keys() - {content["head_node_type"]}
     worker, config = types[name], types[name]["node_config"]
     scheduling = config.get("scheduling", [])
-    volumes = re.findall(r"--volume=(/\S+?):", " ".join(content["docker"]["run_options"]))
-    mounted = NFS_MOUNT.findall("\n".join(content["initialization_commands"]))
+    volumes = _values(content["docker"]["run_options"], "--volume=")
+    inside = [one.split(":")[-1] for one in volumes]
+    mounted = _mounted(content["initialization_commands"])
     return ClusterFile(
         path=path, text=text, content=content, kind=f"ray-{content['provider']['type']}",
         instance=config.get("InstanceType") or config.get("machineType"),
-        num_nodes=min(worker["max_workers"], content["max_workers"]),
+        num_nodes=min(int(worker["max_workers"]), int(content["max_workers"])),
         is_spot=config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
         or {"provisioningModel": "SPOT"} in scheduling or {"preemptible": True} in scheduling,
         memory_bytes=worker["resources"].get("memory"),
-        shared=tuple(one for one in mounted if one in volumes),
+        shared=tuple(one for one in mounted if one in inside),
         command=_told(text, "python examples/submit_job.py -- "),
     )  # fmt: skip
 
@@ -128,7 +126,7 @@ def _of_kuberay(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     return ClusterFile(
         path=path, text=text, content=content, kind="kuberay",
         instance=nodes.get("node.kubernetes.io/instance-type"),
-        num_nodes=group["replicas"],
+        num_nodes=int(group["replicas"]),
         is_spot=nodes.get("cloud.google.com/gke-spot") == "true"
         or nodes.get("eks.amazonaws.com/capacityType") == "SPOT",
         memory_bytes=parse_bytes(f"{container['resources']['limits']['memory']}B"),
@@ -140,25 +138,35 @@ def _of_kuberay(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
 
 def _of_skypilot(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     resources, script = content["resources"], content["run"]
-    found = MEMORY_OPTION.search(script)
+    memory = _values(script.split(), "--memory=")
     lines = [line.strip() for line in script.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line.startswith("raymoe generate ")]
     return ClusterFile(
         path=path, text=text, content=content, kind="skypilot",
         instance=resources.get("instance_type"),
-        num_nodes=content.get("num_nodes", 1),
+        num_nodes=int(content.get("num_nodes", 1)),
         is_spot=bool(resources.get("use_spot")),
-        memory_bytes=None if found is None else int(found[1]),
-        shared=tuple(NFS_MOUNT.findall(content.get("setup", ""))),
+        memory_bytes=int(memory[0]) if memory else None,
+        shared=tuple(_mounted(content.get("setup", "").splitlines())),
         command=shlex.split(commands[-1])[2:] if commands else [],
     )  # fmt: skip
 
 
+def _values(words: Sequence[str], start: str) -> list[str]:
+    """What follows the start in words that have it."""
+    return [word.removeprefix(start) for word in words if word.startswith(start)]
+
+
+def _mounted(commands: Sequence[str]) -> list[str]:
+    """Where commands mount a file system that nodes share."""
+    return [command.split()[-1] for command in commands if "mount -t nfs" in command]
+
+
 def _told(text: str, start: str) -> list[str]:
     """The words behind the start of a command in comments; empty if none begins so."""
-    comments = "\n".join(line[1:] for line in text.splitlines() if line.startswith("#"))
+    comments = "\n".join(_values(text.splitlines(), "#"))
     lines = [line.strip() for line in comments.replace("\\\n", " ").splitlines()]
-    found = [line.removeprefix(start) for line in lines if line.startswith(start)]
+    found = _values(lines, start)
     return shlex.split(found[0]) if found else []
 
 
@@ -200,7 +208,7 @@ def _placeholders(file: ClusterFile) -> Outcome:
         f"{name} in line {number}"
         for number, line in enumerate(file.text.splitlines(), 1)
         for name in PLACEHOLDERS
-        if not line.lstrip().startswith("#") and re.search(rf"\b{name}\b", line)
+        if not line.lstrip().startswith("#") and name in line
     ]
     if not lines:
         return Outcome("nothing")

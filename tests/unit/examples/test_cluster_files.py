@@ -4,10 +4,14 @@ import fnmatch
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,14 @@ import pytest
 import typer
 import yaml
 
-from raymoe.cli import COMMANDS
+from raymoe.cli import COMMANDS, run
+from raymoe.specs.presets_models import model_preset
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
-CLUSTER, RAYJOB = ROOT / "cluster.yaml", EXAMPLES / "kuberay-rayjob.yaml"
+CLUSTERS = (ROOT / "cluster.yaml", EXAMPLES / "cluster-gcp.yaml")
+RAYJOB, SKYPILOT = EXAMPLES / "kuberay-rayjob.yaml", EXAMPLES / "skypilot.yaml"
+WRITTEN = (*CLUSTERS, RAYJOB, SKYPILOT)
 STORAGE, DOCKERFILE = EXAMPLES / "kuberay-storage.yaml", EXAMPLES / "Dockerfile"
 USER, GROUP = 1000, 100  # of rayproject/ray: docker/base-deps/Dockerfile of Ray
 TEXT, BOOL, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
@@ -45,8 +52,8 @@ def a_map(values: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": values}
 
 
-# What we use of Kubernetes' Pod and claim and of the RayJob of KubeRay 1.5.1 (ray.io_rayjobs.yaml);
-# nothing else may be there. `test_kubernetes_takes_pods_and_claims` compares with all of it.
+# What we use of Kubernetes' Pod and claim; nothing else may be there.
+# `test_kubernetes_takes_pods_and_claims` compares with all of it.
 POD = an_object(
     ("containers",),
     securityContext=an_object(
@@ -75,38 +82,9 @@ POD = an_object(
         )
     ),
 )
-NODES = {"rayStartParams": a_map(TEXT), "template": an_object(("spec",), spec=POD)}
+RAYJOB_SCHEMA = json.loads((ROOT / "tests" / "data" / "kuberay_rayjob.json").read_text())
 OBJECTS = {
-    "RayJob": an_object(
-        ("apiVersion", "kind", "metadata", "spec"),
-        apiVersion={"const": "ray.io/v1"},
-        kind=TEXT,
-        metadata=an_object(("name",), name=NAME),
-        spec=an_object(
-            ("entrypoint", "rayClusterSpec"),
-            entrypoint=TEXT,
-            submissionMode={"enum": ["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]},
-            shutdownAfterJobFinishes=BOOL,
-            ttlSecondsAfterFinished=COUNT,
-            backoffLimit=COUNT,
-            rayClusterSpec=an_object(
-                ("headGroupSpec",),
-                rayVersion=TEXT,
-                authOptions=an_object(mode={"enum": ["disabled", "token"]}, secretName=NAME),
-                headGroupSpec=an_object(("template",), **NODES),
-                workerGroupSpecs=a_list(
-                    an_object(
-                        ("groupName", "template"),
-                        groupName=NAME,
-                        replicas=COUNT,
-                        minReplicas=COUNT,
-                        maxReplicas=COUNT,
-                        **NODES,
-                    )
-                ),
-            ),
-        ),
-    ),
+    "RayJob": RAYJOB_SCHEMA,
     "PersistentVolumeClaim": an_object(
         ("apiVersion", "kind", "metadata", "spec"),
         apiVersion={"const": "v1"},
@@ -138,8 +116,8 @@ def ray_schema() -> dict[str, Any]:
     return json.loads((Path(found.origin).parent / "autoscaler" / "ray-schema.json").read_text())
 
 
-def cluster() -> dict[str, Any]:
-    return yaml.safe_load(CLUSTER.read_text())
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
 
 
 def objects() -> list[dict[str, Any]]:
@@ -167,33 +145,40 @@ def check(command: str, name: str) -> dict[str, Any]:
     return typer.main.get_command(app).make_context("raymoe", words[2:]).params
 
 
-def test_the_cluster_launcher_takes_the_cluster() -> None:
-    jsonschema.validate(cluster(), ray_schema())
-    assert cluster()["head_node_type"] in cluster()["available_node_types"]
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_cluster_launcher_takes_the_cluster(path: Path) -> None:
+    cluster = read(path)
+    jsonschema.validate(cluster, ray_schema())
+    assert cluster["head_node_type"] in cluster["available_node_types"]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(cluster() | {"head_node": 1}, ray_schema())
+        jsonschema.validate(cluster | {"head_node": 1}, ray_schema())
 
 
-def test_the_launcher_itself_fills_in_the_cluster() -> None:
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_launcher_itself_fills_in_the_cluster(path: Path) -> None:
     """Ray's own steps before it asks the cloud: defaults, merged commands, and its checks."""
     util = importlib.import_module("ray.autoscaler._private.util")
-    filled = util.prepare_config(cluster())
+    filled = util.prepare_config(read(path))
     util.validate_config(filled)
-    for kind in filled["available_node_types"].values():
-        assert kind["resources"] == {} or set(kind["resources"]) <= {"CPU", "GPU", "memory"}
-    assert filled["setup_commands"] == cluster()["setup_commands"]
+    types = filled["available_node_types"]
+    assert types["head"]["resources"] == {"CPU": 0}
+    # All three: on Google Cloud the launcher knows none, and on AWS it would declare less memory.
+    assert types["worker"]["resources"].keys() == {"CPU", "GPU", "memory"}
+    assert filled["setup_commands"] == read(path)["setup_commands"]
 
 
-def test_the_cluster_installs_what_it_mounts_and_knows_the_token() -> None:
-    mounts = cluster()["file_mounts"]
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_cluster_installs_what_it_mounts_and_knows_the_token(path: Path) -> None:
+    cluster = read(path)
+    mounts = cluster["file_mounts"]
     (checkout,) = (remote for remote, local in mounts.items() if local == ".")
-    assert cluster()["setup_commands"] == [f"pip install {checkout}"]
+    assert cluster["setup_commands"] == [f"pip install {checkout}"]
     assert mounts["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
-    options = cluster()["docker"]["run_options"]
+    options = cluster["docker"]["run_options"]
     assert "--env=RAY_AUTH_MODE=token" in options
     # What the nodes share is mounted on the machine and in the container, and is the user's.
-    before = cluster()["initialization_commands"]
-    mounted = re.compile(r"mountpoint -q /data \|\| sudo mount -t nfs4 .* /data$")
+    before = cluster["initialization_commands"]
+    mounted = re.compile(r"mountpoint -q /data \|\| sudo mount -t nfs4? .* /data$")
     assert any(mounted.match(one) for one in before)
     assert before[-1] == f"sudo chown {USER}:{GROUP} /data"
     assert "--volume=/data:/data" in options
@@ -262,7 +247,7 @@ def test_the_job_of_kuberay_is_one_of_our_commands_on_what_is_mounted() -> None:
 
 def test_comments_give_commands_that_exist() -> None:
     """Of the files themselves, line by line: what is told to be run names files that are there."""
-    for path in (CLUSTER, RAYJOB, STORAGE, DOCKERFILE):
+    for path in (*WRITTEN, STORAGE, DOCKERFILE):
         told = re.findall(r"^# {2,}(\w.*)$", path.read_text(), re.MULTILINE)
         named = set(re.findall(r"\S+\.(?:yaml|py)\b|\S*Dockerfile", "\n".join(told)))
         assert [one for one in named if not (ROOT / one).exists()] == []
@@ -273,10 +258,80 @@ def test_images_are_named_by_digest_or_say_how_to_find_it() -> None:
     for pod in pods():
         for container in pod["containers"]:
             assert re.fullmatch(r"\S+@sha256:(DIGEST|[0-9a-f]{64})", container["image"])
-    for path in (CLUSTER, DOCKERFILE):
+    for path in (*CLUSTERS, DOCKERFILE):
         text = path.read_text()
         assert "docker buildx imagetools inspect" in text
         assert all(len(one) == 64 for one in re.findall(r"@sha256:([0-9a-f]+)", text))
+
+
+NAME_OF_MODEL = "mistralai/Mixtral-8x7B-Instruct-v0.1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if path is RAYJOB else pytest.param(path, marks=pytest.mark.slow) for path in WRITTEN],
+    ids=lambda path: path.stem,
+)
+def test_the_files_are_what_their_command_writes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the prediction, which changes with each change of the cost model."""
+    spec = replace(model_preset("mixtral-8x7b"), name=NAME_OF_MODEL)
+    monkeypatch.setattr("raymoe.cli.plan.model_by_name", {NAME_OF_MODEL: spec}.__getitem__)
+    versions = {"ray_version": "2.60.0", "python_version": "3.11"}
+    monkeypatch.setattr("raymoe.cli.cluster_file._versions", lambda: versions)
+    monkeypatch.chdir(tmp_path)
+    Path("examples").mkdir()
+    told = "\n".join(line.lstrip("# ") for line in path.read_text().splitlines())
+    (command,) = re.findall(r"^raymoe (plan .*)$", told.replace("\\\n", " "), re.MULTILINE)
+    assert run(shlex.split(command)) == 0
+    written = (tmp_path / path.relative_to(ROOT)).read_text()
+    assert without_prediction(written) == without_prediction(path.read_text())
+
+
+def without_prediction(text: str) -> str:
+    return re.sub(r"# The plan: .*?#\n", "", text, count=1, flags=re.DOTALL)
+
+
+# What SkyPilot's catalogue says of the instance, which it would download.
+CATALOGUE = """\
+InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,\
+AvailabilityZone,Arch
+g6e.8xlarge,L40S,1.0,32.0,256.0,,4.52856,1.3292,us-east-1,us-east-1a,x86_64
+"""
+PARSE = """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+print(task.num_nodes, resources.instance_type, resources.use_spot, resources.job_recovery)
+"""
+
+
+@pytest.mark.slow
+def test_skypilot_takes_the_task(tmp_path: Path) -> None:
+    """With its own parser, in the environment whose `sky` is on the path: its click is older."""
+    sky = shutil.which("sky")
+    if sky is None:
+        pytest.skip("no sky on the path: pip install skypilot in an environment of its own")
+    python = Path(sky).read_text().splitlines()[0].removeprefix("#!")
+    catalogue = tmp_path / ".sky" / "catalogs" / "v8" / "aws" / "vms.csv"
+    catalogue.parent.mkdir(parents=True)
+    catalogue.write_text(CATALOGUE)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("token")
+
+    def parse(text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "task.yaml").write_text(text)
+        return subprocess.run(
+            [python, "-c", PARSE, tmp_path / "task.yaml"], capture_output=True, text=True,
+            check=False, cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)},
+        )  # fmt: skip
+
+    text = SKYPILOT.read_text()
+    done = parse(text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("3 g6e.8xlarge True {'strategy': 'FAILOVER'")
+    assert "num_nodez" in parse(text.replace("num_nodes: ", "num_nodez: ")).stderr
 
 
 def is_in_the_image(path: str) -> bool:
@@ -297,7 +352,8 @@ def test_an_image_gets_what_pip_needs_and_nothing_else() -> None:
     needed = [
         *("pyproject.toml", project["readme"], *project["license-files"]),
         *(f"{build['cmake']['source-dir']}/CMakeLists.txt", build["metadata"]["version"]["input"]),
-        *("raymoe/assets/prices.json", "raymoe/assets/demo_model/model.safetensors"),
+        *("raymoe/assets/prices.json", "raymoe/assets/clusters/ray.yaml.jinja"),
+        "raymoe/assets/demo_model/model.safetensors",
     ]
     assert [one for one in needed if not (ROOT / one).exists() or not is_in_the_image(one)] == []
     others = (".git/config", ".venv/bin/python", "answers/part.parquet", ".env", "auth_token",
@@ -306,7 +362,7 @@ def test_an_image_gets_what_pip_needs_and_nothing_else() -> None:
 
 
 def test_all_files_name_one_version_of_ray_that_we_support() -> None:
-    texts = [path.read_text() for path in (CLUSTER, RAYJOB, DOCKERFILE)]
+    texts = [path.read_text() for path in (*WRITTEN, DOCKERFILE)]
     versions = {found for text in texts for found in re.findall(r"2\.\d+\.\d+", text)}
     (version,) = versions
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
