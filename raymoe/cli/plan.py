@@ -549,7 +549,7 @@ def _run(given: Mapping[str, Any], arguments: Sequence[str]) -> None:
     fleet = _Fleet(workload, given["nodes"], given["deadline_hours"], given["budget"])
     node, name = None, given["hardware"]
     if name is not None:
-        node = _node(name, given["host_memory"], given["device_memory"])
+        node = node_of(name, given["host_memory"], given["device_memory"])
         node = node if wanted is None else wanted.node(name, node)
     planner, node = planner_of(given, workload, node)
     if node is None:
@@ -714,7 +714,8 @@ def _item_bytes(dtype: str, option: str) -> int | None:
     return None if dtype == "auto" else PLAIN_FORMATS[dtype].item_bytes
 
 
-def _node(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
+def node_of(name: str, host_memory: int | None, device_memory: int | None) -> HardwareSpec:
+    """The node of --hardware with at most so many bytes of memory; None is what it has."""
     node = _this_machine() if name == HERE else find_hardware(name)
     if host_memory is not None:
         node = replace(node, host_memory_bytes=host_memory)

@@ -159,6 +159,7 @@ def test_the_documented_job_runs_on_a_head(head, tmp_path):
     pq.write_table(table, tmp_path / "prompts" / "part.parquet")
     output = tmp_path / "answers"
     values = {"--model": model, "--input": tmp_path / "prompts", "--output": output}
+    values["--device"] = "cpu"
     words = documented_job(values | {"--num-actors": 1})
 
     done = submit([*words, "--max-tokens", "4"], address, variables)

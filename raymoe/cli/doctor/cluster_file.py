@@ -12,14 +12,14 @@ from typing import Any
 import typer
 import yaml
 
-from raymoe.cli.plan import planner_of, workload_of
+from raymoe.cli.plan import node_of, planner_of, workload_of
 from raymoe.doctor.examine import Check, Examiner, Finding, Outcome, Status
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.plan.cluster_file import PLACEHOLDERS, Machine
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.rank import read_prices
 from raymoe.specs.files import is_hub_name, read_text
-from raymoe.specs.hardware import USABLE_FRACTION, find_hardware, hardware_preset
+from raymoe.specs.hardware import USABLE_FRACTION, hardware_preset
 from raymoe.units import CURRENCY, GIB, MIB, format_bytes, format_money, format_seconds, parse_bytes
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy
@@ -230,7 +230,10 @@ def _node(file: ClusterFile) -> Outcome:
 
 
 def _engines(file: ClusterFile) -> Outcome:
-    num_actors = int(file.option("--num-actors") or 1)
+    given = file.option("--num-actors") or "1"
+    if not given.isdecimal():
+        return Outcome(f"--num-actors is {given!r}", Status.FAILED, "give a whole number")
+    num_actors = int(given)
     found = f"{num_actors} on {file.num_nodes} nodes"
     if num_actors == file.num_nodes:
         return Outcome(found)
@@ -312,10 +315,10 @@ def _plan(file: ClusterFile) -> Outcome:
         what = "instance" if file.written_by else "command of raymoe plan in its comments"
         return Outcome(f"not known: the file has no {what}", Status.SKIPPED)
     given = _parsed("plan", file.written_by)
-    node = find_hardware(file.instance)
+    node = node_of(file.instance, given["host_memory"], given["device_memory"])
     if file.memory_bytes is not None:
         usable = min(node.host_memory_bytes, int(USABLE_FRACTION * file.memory_bytes))
-        node = replace(node, host_memory_bytes=given["host_memory"] or usable)
+        node = replace(node, host_memory_bytes=usable)
     try:
         planner, rank = planner_of(given, workload_of(given), node)
     except (RaymoeError, OSError) as error:  # such as a model that is elsewhere
