@@ -29,7 +29,13 @@ KINDS = {
     "skypilot": "skypilot.yaml.jinja",
 }
 SHARED = "/data"  # the file system that all nodes see
-PLACEHOLDERS = ("FILE_SYSTEM", "PROJECT_ID", "REGISTRY", "DIGEST")  # for the user to replace
+PLACEHOLDERS = (
+    "FILE_SYSTEM",
+    "PROJECT_ID",
+    "IMAGE_ID",
+    "REGISTRY",
+    "DIGEST",
+)  # for the user to replace
 COLUMNS = 100
 HEAD = {"aws": "m7i.2xlarge", "gcp": "n2-standard-8"}  # 8 vCPUs and 32 GiB
 HEAD_STORE_BYTES = int(4 * GB)

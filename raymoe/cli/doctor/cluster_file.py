@@ -99,7 +99,9 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     types = content["available_node_types"]
     (name,) = types.keys() - {content["head_node_type"]}
     worker, config = types[name], types[name]["node_config"]
-    scheduling = config.get("scheduling", [])
+    scheduling = config.get("scheduling", {})
+    if isinstance(scheduling, list):  # as in Ray's examples
+        scheduling = {name: value for each in scheduling for name, value in each.items()}
     volumes = _values(content["docker"]["run_options"], "--volume=")
     inside = [one.split(":")[-1] for one in volumes]
     mounted = _mounted(content["initialization_commands"])
@@ -108,7 +110,7 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
         instance=config.get("InstanceType") or config.get("machineType"),
         num_nodes=min(int(worker["max_workers"]), int(content["max_workers"])),
         is_spot=config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        or {"provisioningModel": "SPOT"} in scheduling or {"preemptible": True} in scheduling,
+        or scheduling.get("provisioningModel") == "SPOT" or bool(scheduling.get("preemptible")),
         memory_bytes=worker["resources"].get("memory"),
         shared=tuple(one for one in mounted if one in inside),
         command=_told(text, "python examples/submit_job.py -- "),

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from raymoe.cli import run
+from raymoe.cli.cluster_file import WantedFile
+from raymoe.plan.cluster_file import Machine
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.rank import JobPlanner, OverBudgetError, plan_in_budget, rank, read_prices
 from raymoe.specs.hardware import HARDWARE_INSTANCES, hardware_preset
@@ -81,6 +83,7 @@ def test_options_of_the_plan_reach_the_job_and_doctor_finds_the_rest(
         (f"machineType: {A100}", "machineType: a2-ultragpu-1", {
             "node": "failed", "plan": "failed", "cost": "skipped"}),
         ("/data/out.journal", "/tmp/out.journal", {"rows and journal": "failed"}),
+        ("--input /data/prompts", "--input prompts", {"rows and journal": "failed"}),
         ("--resume ", "", {"command": "warning"}),
         ("--max-tokens", "--max-token", {"command": "failed"}),
         ("/data/models/tiny ", "/home/me/tiny ", {"model": "failed"}),
@@ -115,6 +118,33 @@ def test_doctor_reads_each_kind(kind: str, here: Path, capsys: pytest.CaptureFix
     checked = {name: each["status"] for name, each in found.items()}
     assert checked.pop("left to replace") == "failed"
     assert set(checked.values()) <= {"ok", "skipped", "warning"}
+
+
+def test_spot_nodes_of_google_cloud_are_found_in_both_of_its_forms(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = here / "cluster.yaml"
+    assert plan("--hardware", "a3-highgpu-1g", "--spot", "--write", str(path)) == 0
+    content = yaml.safe_load(path.read_text())
+    config = content["available_node_types"]["worker"]["node_config"]
+    assert config["scheduling"]["provisioningModel"] == "SPOT"
+    for scheduling, kind in (
+        (config["scheduling"], "spot"),
+        ([{"preemptible": True}, {"onHostMaintenance": "TERMINATE"}], "spot"),
+        ({"onHostMaintenance": "TERMINATE"}, "on demand"),
+    ):
+        config["scheduling"] = scheduling
+        path.write_text(yaml.safe_dump(content))
+        assert f"({kind}, prices of" in findings(capsys, path)["cost"]["value"]
+
+
+def test_a_pod_is_planned_with_the_memory_that_it_gets() -> None:
+    node, given = HARDWARE_INSTANCES["g6e.8xlarge"], {"write": Path("f"), "spot": False}
+    machine = Machine.find("g6e.8xlarge", node)
+    for kind, memory in (("kuberay", machine.pod_bytes), ("skypilot", node.host_memory_bytes)):
+        wanted = WantedFile.of(given | {"write_as": kind}, [])
+        assert wanted is not None
+        assert wanted.node("g6e.8xlarge", node).host_memory_bytes == memory
 
 
 def test_a_ranking_writes_its_cheapest_node(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +187,7 @@ def test_what_cannot_be_written_is_refused(here: Path, capsys: pytest.CaptureFix
 
 def test_a_budget_buys_as_many_nodes_as_still_compute() -> None:
     spec, node = ModelSpec.from_config(CONFIG), hardware_preset(A100)
-    workload = Workload(num_rows=50_000, prompt_tokens=512, generated_tokens=128)
+    workload = Workload(num_rows=10_000, prompt_tokens=512, generated_tokens=128)
     planner = JobPlanner(spec, workload, schedule="resident")
 
     @functools.cache
@@ -165,15 +195,15 @@ def test_a_budget_buys_as_many_nodes_as_still_compute() -> None:
         found = Prediction.of(planner(node, count), count)
         return count * (found.loading_s + found.running_s) / 3600
 
-    one = planner(node)
-    found = Prediction.of(one)
-    for budget in (1.2 * cost(1), 1e6):
-        bought, count = plan_in_budget(planner, node, 1.0, budget)
-        assert count > 1
-        assert cost(count) <= budget
-        assert bought.workload.num_rows == -(-workload.num_rows // count)
-        # One more is not paid for, or would not compute for as long as it loads.
-        assert count + 1 > found.running_s / found.loading_s or cost(count + 2) > budget
+    found = Prediction.of(planner(node))
+    # It would pay for three if they computed together as fast as one does alone.
+    budget = (found.running_s + 3.001 * found.loading_s) / 3600
+    assert cost(2) <= budget < cost(3)
+    bought, count = plan_in_budget(planner, node, 1.0, budget)
+    assert (count, bought.workload.num_rows) == (2, workload.num_rows // 2)
+    # With any budget, none loads for longer than it computes.
+    _, count = plan_in_budget(planner, node, 1.0, 1e6)
+    assert count == int(found.running_s / found.loading_s)
     with pytest.raises(OverBudgetError, match="the budget is"):
         plan_in_budget(planner, node, 1.0, 0.5 * cost(1))
     prices = {name: read_prices().prices[name] for name in (A100, "a3-highgpu-1g")}
