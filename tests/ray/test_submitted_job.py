@@ -187,7 +187,7 @@ def test_the_documented_job_runs_on_a_head(head, tmp_path):
 
     failed = submit(documented_job(values | {"--input": tmp_path / "none"}), address, variables)
     assert failed.returncode == 1
-    assert f"--input {tmp_path}/none: no file" in failed.stdout
+    assert f"--input {tmp_path}/none: nothing is there" in failed.stdout
     assert failed.stderr.splitlines()[-1].endswith("command failed with exit code 2")
 
     again = submit(["examples/submit_job.py", "--job-id", job, *words[1:]], address, variables)
