@@ -152,12 +152,13 @@ def quantise_matrix(weight_OI: Tensor, *, is_rotated: bool = False) -> StoredMat
     Rotation makes a few large inputs many of middling size, which share the scale of a row without
     loss. It changes no product, since inputs are rotated too. Source: QuaRot (arXiv 2404.00456).
     """
-    run = input_run(weight_OI.shape[1]) if is_rotated else 1
+    outputs, inputs = weight_OI.shape
+    run = input_run(inputs) if is_rotated else 1
     codes_OI, scales_O = quantise_rows(weight_OI, run=run)
     # Rotating both multiplies products by the length of a run.
     pieces = {"codes": codes_OI, "scales": scales_O[:, None] / run}
     stored = Int8Channel(is_rotated=is_rotated)
-    return StoredMatrix(format=stored, shape=tuple(weight_OI.shape), pieces=pieces)
+    return StoredMatrix(format=stored, shape=(outputs, inputs), pieces=pieces)
 
 
 def joined_int8(parts: Sequence[StoredMatrix]) -> StoredMatrix:
