@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.specs.adapter_config import base_and_adapter
 from raymoe.specs.files import MAX_TOKEN_ID, expanded
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MAX_INT64
@@ -256,6 +257,9 @@ class EngineConfig:
             on the cores alone.
         load_format: "dummy" makes random weights in memory, to measure speed; the directory then
             needs only config.json.
+        adapter: Directory of a LoRA adapter of PEFT, which is merged into the model tensor by
+            tensor while it is loaded. An adapter's directory may also be given as the model; its
+            base is then the one that it names.
         ignore_adapter: Whether a model runs although an adapter lies beside it, whose weights may
             differ from those that transformers would then compute with.
         head: "auto" is that of the checkpoint (a language model's or a classifier's); "none"
@@ -297,6 +301,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
+    adapter: str | Path | None = None
     ignore_adapter: bool = False
     head: str = "auto"
     schedule: str = "auto"
@@ -344,10 +349,8 @@ class EngineConfig:
         _integer("seed", self.seed, 0, MAX_INT64)
         _integer("max_queued_rows", self.max_queued_rows, 1, 2**30)
         _number("linger_s", self.linger_s, 0.0, 3600.0)
-        if not isinstance(self.ignore_adapter, bool):
-            raise ConfigError(
-                f"ignore_adapter is {_shown(self.ignore_adapter)}; it takes true or false"
-            )
+        object.__setattr__(self, "adapter", _directory("adapter", self.adapter))
+        _flag("ignore_adapter", self.ignore_adapter)
         if not (self.shared_weights == "auto" or isinstance(self.shared_weights, bool)):
             raise ConfigError(
                 f"shared_weights is {_shown(self.shared_weights)}; it must be True, False or 'auto'"
@@ -477,6 +480,12 @@ def _flag(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {_shown(value)}; it takes true or false")
 
 
+def _directory(name: str, value: object) -> str | None:
+    if not (value is None or isinstance(value, str | Path)):
+        raise ConfigError(f"{name} is {_shown(value)}; it takes the path of a directory")
+    return None if value is None else str(value)
+
+
 def _listed(name: str, value: object, limit: int) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} is {_shown(value)}; it takes a list")
@@ -531,6 +540,19 @@ def as_sampling_params(options: SamplingParams | Mapping[str, Any] | None) -> Sa
     if isinstance(options, SamplingParams):
         return options
     return SamplingParams.from_dict(options or {})
+
+
+def with_base(
+    model_source: str | Path, config: "EngineConfig"
+) -> "tuple[str | Path, EngineConfig]":
+    """The base of an adapter that is given as the model, and the configuration with the adapter.
+
+    The path of the adapter becomes absolute. Raises as `base_and_adapter`.
+    """
+    source, _, adapter = base_and_adapter(model_source, config.adapter)
+    if adapter is None:
+        return source, config
+    return source, dataclasses.replace(config, adapter=str(adapter))
 
 
 def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

@@ -31,7 +31,7 @@ from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
-from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams
+from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams, with_base
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
@@ -60,6 +60,17 @@ Model = Annotated[
     typer.Option(
         help="Use the model in this directory, or of this name on the Hugging Face hub.",
         metavar="DIR|NAME",
+        rich_help_panel=START,
+    ),
+]
+AdapterDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        help="Merge the LoRA adapter in this directory, as PEFT writes it, into the model while it "
+        "is loaded.",
+        show_default=False,
+        metavar="DIR",
         rich_help_panel=START,
     ),
 ]
@@ -512,8 +523,8 @@ OTHER_FORMATS = frozenset(
 PARAMS, CONFIG = SamplingParams(), EngineConfig()
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "json_schema",
                   "ignore_eos")  # fmt: skip
-ENGINE_FLAGS = ("dtype", "num_threads", "on_too_long", "split_special_tokens", "seed", "device",
-                "tensor_parallel_size", "max_model_len")  # fmt: skip
+ENGINE_FLAGS = ("adapter", "dtype", "num_threads", "on_too_long", "split_special_tokens", "seed",
+                "device", "tensor_parallel_size", "max_model_len")  # fmt: skip
 ADDRESSES = frozenset({"input", "output", "journal"})
 OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "currency",
           "preserve_order", "verbose")  # fmt: skip
@@ -527,6 +538,7 @@ def run(  # noqa: PLR0913 - the options of a command
     context: typer.Context,
     *,
     model: Model,
+    adapter: AdapterDirectory = None,
     input_: Input,
     output: Output,
     dry_run: DryRun = False,
@@ -612,7 +624,9 @@ def how_to_go_on(job: Job, arguments: Sequence[str]) -> str:
 
 
 def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
-    options, config = _options(given), _engine_config(given)
+    options = _options(given)
+    model, config = with_base(given["model"], _engine_config(given))
+    given = {**given, "model": str(model)}
     source = _with_prompts(_open_source(given, options), options, given)
     id_column = _check_columns(source, options, given["id_column"], given["model"])
     state = _find_output(given["output"], source, given["input_"], given["journal"])
@@ -675,9 +689,10 @@ def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Engin
         if given[name] if is_file else source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"{_flag(name)} is given by the server for "
                               "each batch; leave it out")  # fmt: skip
-    options, config = _options(given), _engine_config(given)
+    options = _options(given)
+    model, config = with_base(given["model"], _engine_config(given))
     _set_batch_columns(options, None)
-    check_model(given["model"], options, config, given["num_actors"])
+    check_model(str(model), options, config, given["num_actors"])
     return options, config
 
 

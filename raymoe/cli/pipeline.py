@@ -56,11 +56,10 @@ from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
 from raymoe.engine.identity import ModelIdentity
-from raymoe.engine.rank_model import configured_model
+from raymoe.engine.rank_model import configured_model, open_weights, read_model
 from raymoe.engine.tasks.rows import check_head
 from raymoe.errors import ExecutionError, RaymoeError
 from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
-from raymoe.memory.weights import WeightStore
 from raymoe.periodic import Periodic
 from raymoe.plan.prediction import ROWS_OF_A_PART
 from raymoe.safe_text import harmless
@@ -323,10 +322,11 @@ def check_model(
             spec = configured_model(ModelSpec.from_config(config, name=model), engine_config)
             check_head(task, spec.head)
         return
-    check_adapter(directory, is_ignored=engine_config.ignore_adapter)
-    spec = configured_model(ModelSpec.from_directory(directory), engine_config)
+    adapter = engine_config.adapter
+    check_adapter(directory, is_ignored=engine_config.ignore_adapter, adapter=adapter)
+    spec = read_model(directory, engine_config)
     check_head(task, spec.head)
-    WeightStore.open(spec, directory)
+    open_weights(spec, directory, engine_config)
     if not has_cluster():
         plan_actor(directory, engine_config, this_machine().share(num_actors))
 
@@ -341,7 +341,8 @@ def find_manifest(job: Job) -> Manifest | None:
     directory = find_model(job.model)
     if directory is None:
         return None
-    identity = ModelIdentity.of(directory, reads_weights=job.journal_dir is None)
+    adapter, reads_weights = job.engine_config.adapter, job.journal_dir is None
+    identity = ModelIdentity.of(directory, adapter=adapter, reads_weights=reads_weights)
     if job.journal_dir is None:
         _ = identity.weights
     params = job.options["sampling_params"]

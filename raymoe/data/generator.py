@@ -23,6 +23,7 @@ from raymoe.config import (
     SamplingParams,
     as_engine_config,
     as_sampling_params,
+    with_base,
 )
 from raymoe.data.batches import check_format, column_names, num_rows
 from raymoe.data.callbacks import register_callback
@@ -82,10 +83,10 @@ def check_options(
     _refuse_unknown(options, {*known, *others} - {"options"})
     check_template_kwargs(options.get("chat_template_kwargs") or {})
     output_columns(model_source, options)
+    model_source, config = with_base(model_source, as_engine_config(options.get("engine_config")))
     directory = local_model(model_source)
     if directory is not None:
-        config = as_engine_config(options.get("engine_config"))
-        check_adapter(directory, is_ignored=config.ignore_adapter)
+        check_adapter(directory, is_ignored=config.ignore_adapter, adapter=config.adapter)
         spec = ModelSpec.from_directory(directory)
         as_sampling_params(options.get("sampling_params")).check_tokens(spec.vocab_size)
 
@@ -144,7 +145,8 @@ def _with_known_arguments(
 
 def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatParser:
     """Return the parsers of a `MoEGenerator`, as far as its model is known here."""
-    directory = local_model(model_source)
+    config = as_engine_config(options.get("engine_config"))
+    directory = local_model(with_base(model_source, config)[0])
     template = "" if directory is None else read_chat_template(directory)
     return ChatParser.of(
         template,
@@ -310,8 +312,10 @@ class MoEGenerator:
         )  # fmt: skip
         name, open_job = str(model_source), None
         if journal_dir is not None:
+            identity, config = _identify(model_source, config)
+            model_source = identity.directory  # the engine loads what was identified
             parts = (reader.defaults, config, reader.chat_template_kwargs, self._task)
-            model_source, open_job = _prepare_job(journal_dir, model_source, parts, journal_sync_s)
+            open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
@@ -616,24 +620,23 @@ def _has_gpu_of_ray() -> bool:
     return context.get_actor_id() is not None and bool(context.get_accelerator_ids().get("GPU"))
 
 
-def _identify(model_source: str | Path) -> "ModelIdentity":
+def _identify(
+    model_source: str | Path, config: EngineConfig
+) -> "tuple[ModelIdentity, EngineConfig]":
+    """The identity of a model, and the configuration with its adapter."""
     from raymoe.engine.identity import ModelIdentity  # noqa: PLC0415 - loads torch, as above
 
-    return ModelIdentity.of(model_source)
+    model_source, config = with_base(model_source, config)
+    return ModelIdentity.of(model_source, adapter=config.adapter), config
 
 
 def _prepare_job(
-    directory: str | Path,
-    model_source: str | Path,
-    parts: tuple[Any, ...],
-    sync_every_s: float,
-) -> tuple[Path, Callable[[], JobRows]]:
-    """Return the directory of the model that was identified, and what opens the job's journal."""
-    identity = _identify(model_source)
+    directory: str | Path, identity: "ModelIdentity", parts: tuple[Any, ...], sync_every_s: float
+) -> Callable[[], JobRows]:
+    """Return what opens the job's journal."""
     make_manifest = functools.partial(Manifest.of, identity, *parts)
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
-    open_job = functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
-    return identity.directory, open_job
+    return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 
 
 def _open_job(

@@ -48,6 +48,7 @@ class Manifest:
         on_too_long: What happens to long prompts.
         split_special_tokens: Whether texts of rows have no special tokens.
         compute_dtype: Operands of products with weights, as `EngineConfig` has them.
+        adapter: Digest of the files of a LoRA adapter; "" without one.
         chat_template_kwargs: Of rows of messages that have none of their own.
         task: Options of a task besides generation; empty for generation.
     """
@@ -69,6 +70,7 @@ class Manifest:
     on_too_long: str
     split_special_tokens: bool = False
     compute_dtype: str = "auto"
+    adapter: str = ""
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -102,6 +104,7 @@ class Manifest:
             on_too_long=config.on_too_long,
             split_special_tokens=config.split_special_tokens,
             compute_dtype=config.compute_dtype,
+            adapter=identity.adapter,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
             task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
         )
@@ -116,6 +119,8 @@ class Manifest:
             del plain["split_special_tokens"]
         if self.compute_dtype == "auto":
             del plain["compute_dtype"]
+        if not self.adapter:
+            del plain["adapter"]
         return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
 
     def differences(self, now: "Manifest") -> list[str]:

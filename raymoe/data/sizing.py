@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymoe.config import EngineConfig, as_engine_config, as_sampling_params
+from raymoe.config import EngineConfig, as_engine_config, as_sampling_params, with_base
 from raymoe.data.before_start import check_rows
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
@@ -115,10 +115,20 @@ def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node:
     is_here = (Path(model_source) / "config.json").is_file()
     if config.shared_weights is not True or not is_here:
         return 0
-    spec = ModelSpec.from_directory(model_source)
+    spec = _read_model(model_source, config)
     num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
     num_bytes += spec.table_bytes
     return num_bytes * (actors_per_node - 1) // actors_per_node
+
+
+def _read_model(directory: str | Path, config: EngineConfig) -> ModelSpec:
+    """The model as an engine holds it, with its adapter."""
+    if config.adapter is None:
+        return ModelSpec.from_directory(directory)
+    # It loads torch, which the driver of other jobs does not need.
+    from raymoe.engine.rank_model import read_model  # noqa: PLC0415
+
+    return read_model(Path(directory), config)
 
 
 def dtype_of(spec: ModelSpec, config: EngineConfig) -> str:
@@ -185,7 +195,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
     _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     _check_options(model_source, {**options, "engine_config": engine_config}, ds)
-    config = _with_hardware(as_engine_config(engine_config))
+    model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
     pool = (min_actors or num_actors, num_actors)
     config = _for_rows(config, workload, pool[0])
@@ -550,7 +560,7 @@ def plan_actor(
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
     if given is None or not (Path(model_source) / "config.json").is_file():
         return None
-    spec = ModelSpec.from_directory(model_source).with_state_dtype(config.state_dtype)
+    spec = _read_model(model_source, config).with_state_dtype(config.state_dtype)
     if config.compute_dtype == "int8" and spec.quantization is None:
         spec = spec.with_int8()
     dtype = dtype_of(spec, config)

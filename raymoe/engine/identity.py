@@ -42,6 +42,7 @@ from raymoe.specs.files import (
     resolve_inside,
 )
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.other_formats import ADAPTER_FILE, ADAPTER_WEIGHTS
 from raymoe.units import GIB, MIB
 
 CACHE_NAME = ".raymoe-digests.json"
@@ -184,6 +185,8 @@ class ModelIdentity:
         config: Digest of config.json and the files that add to it.
         files: `files_key` when it was made.
         pending_weights: Digest of the weight files, names and contents; see `weights`.
+        adapter: Digest of the files of its adapter; "" without one.
+        adapter_directory: Where they are.
     """
 
     directory: Path
@@ -195,6 +198,8 @@ class ModelIdentity:
     chat_template: str
     files: str
     pending_weights: Future[str]
+    adapter: str = ""
+    adapter_directory: str | Path | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -207,11 +212,17 @@ class ModelIdentity:
 
     def check_unchanged(self) -> None:
         """Refuse a model whose files have changed since it was identified."""
-        check_unchanged(self.directory, self.files)
+        check_unchanged(self.directory, self.files, self.adapter_directory)
 
     @classmethod
-    def of(cls, model_source: str | Path, *, reads_weights: bool = True) -> "ModelIdentity":
-        """Read the files of a model; a hub name is downloaded as for an engine.
+    def of(
+        cls,
+        model_source: str | Path,
+        *,
+        adapter: str | Path | None = None,
+        reads_weights: bool = True,
+    ) -> "ModelIdentity":
+        """Read the files of a model and its adapter; a hub name is downloaded as for an engine.
 
         With `reads_weights`, a background thread reads large weight files whose digests are not
         known; without it `weights` may never complete. Small ones are always read.
@@ -229,7 +240,9 @@ class ModelIdentity:
             config=_identity_digest(_contents(directory, _CONFIGS)),
             tokenizer=_identity_digest([*_contents(directory, _TOKENIZER_FILES), tokenizer_config]),
             chat_template=_identity_digest([*_templates(directory), template]),
-            files=files_key(directory),
+            files=files_key(directory, adapter),
+            adapter="" if adapter is None else _adapter_digest(Path(adapter)),
+            adapter_directory=adapter,
             pending_weights=_weights(directory, reads=reads_weights),
         )
 
@@ -283,21 +296,34 @@ def weight_files(directory: Path) -> dict[str, Path]:
     return {name: resolve_inside(directory, name) for name in names}
 
 
-def files_key(directory: Path) -> str:
+def files_key(directory: Path, adapter: str | Path | None = None) -> str:
     """Return a digest of the configuration and of the states of the weight files.
+
+    Args:
+        adapter: Directory of the adapter that is merged into them.
 
     It changes with every change of a file, and with the file behind a name; equal contents in other
     files have another key.
     """
     states = [f"{name} {file_state(path)}" for name, path in weight_files(directory).items()]
-    return _identity_digest(
-        [*_contents(directory, _CONFIGS), *(state.encode() for state in states)]
-    )
+    contents = _contents(directory, _CONFIGS)
+    if adapter is not None:
+        contents += _contents(Path(adapter), [ADAPTER_FILE])
+        states.append(file_state(resolve_inside(Path(adapter), ADAPTER_WEIGHTS)))
+    return _identity_digest([*contents, *(state.encode() for state in states)])
 
 
-def check_unchanged(directory: Path, key: str) -> None:
+def _adapter_digest(directory: Path) -> str:
+    """Digest of the contents of an adapter's files; its tensors are read, if they are not known."""
+    path = resolve_inside(directory, ADAPTER_WEIGHTS)
+    caches = [Settings.from_environment().cache_directory / CACHE_NAME]
+    tensors = read_digests([path], caches)[path]
+    return _identity_digest([*_contents(directory, [ADAPTER_FILE]), tensors.encode()])
+
+
+def check_unchanged(directory: Path, key: str, adapter: str | Path | None = None) -> None:
     """Refuse a model whose files have changed since `files_key` returned `key`."""
-    if files_key(directory) != key:
+    if files_key(directory, adapter) != key:
         raise CheckpointError(
             f"{directory}: config.json or weight files have changed while they were loaded; "
             "load the model again when they stay as they are"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raymoe._native import active_isa
-from raymoe.config import EngineConfig, SamplingParams, Settings, check_kv_dtype
+from raymoe.config import EngineConfig, SamplingParams, Settings, check_kv_dtype, with_base
 from raymoe.device.find_gpu import check_cuda, half_dtype, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
@@ -30,10 +30,10 @@ from raymoe.engine.rank_model import (
     LoadJob,
     NewArena,
     RankModel,
-    configured_model,
     in_place_arena_bytes,
     load_runner,
     open_weights,
+    read_model,
 )
 from raymoe.engine.ranks import load_ranks
 from raymoe.engine.release import clear_frames, return_memory
@@ -47,6 +47,7 @@ from raymoe.errors import (
     UnknownOptionError,
 )
 from raymoe.kernels.cpu_linear import packed_linear_is_used
+from raymoe.memory.adapters import AdaptedWeights
 from raymoe.memory.arena import HostArena
 from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.int8_weights import Int8Weights, int8_model
@@ -143,10 +144,9 @@ def _load_parts(
     _check_schedule(config, device)
     _check_gpu(config, device)
     tell("reading the model's files")
-    directory = resolve_model(path)
-    check_adapter(directory, is_ignored=config.ignore_adapter)
-    files = files_key(directory) if config.shared_weights is True else ""
-    spec = configured_model(ModelSpec.from_directory(directory), config)
+    directory, config = _resolve(path, config)
+    files = files_key(directory, config.adapter) if config.shared_weights is True else ""
+    spec = read_model(directory, config)
     for difference in differences_of(spec):
         logger.warning("%s differs from transformers on purpose: %s", spec.name, difference)
     for difference in differences_from_others(spec):
@@ -181,7 +181,7 @@ def _load_parts(
             plan=plan, shared=shared, new_arena=new_arena, tell=tell,
         )  # fmt: skip
         if shared is not None:
-            _check_shared(parts, directory, files)
+            _check_shared(parts, directory, files, config.adapter)
         return dataclasses.replace(parts, device_memory=device_memory)
     except BaseException as error:
         tokenizer.close()
@@ -190,6 +190,15 @@ def _load_parts(
         if device_memory is not None:
             device_memory.learn(error)
         raise
+
+
+def _resolve(path: str | Path, config: EngineConfig) -> tuple[Path, EngineConfig]:
+    """The directory of the model, and the configuration with the adapter if `path` is one."""
+    path, config = with_base(path, config)
+    path, config = with_base(resolve_model(path), config)  # an adapter of the hub
+    directory = resolve_model(path)
+    check_adapter(directory, is_ignored=config.ignore_adapter, adapter=config.adapter)
+    return directory, config
 
 
 def _device_memory(spec: ModelSpec) -> DeviceMemory:
@@ -210,9 +219,11 @@ def _check_gpu(config: EngineConfig, device: str) -> None:
         )
 
 
-def _check_shared(parts: EngineParts, directory: Path, files: str) -> None:
+def _check_shared(
+    parts: EngineParts, directory: Path, files: str, adapter: str | Path | None
+) -> None:
     try:
-        check_unchanged(directory, files)
+        check_unchanged(directory, files, adapter)
     except BaseException:
         parts.close()
         raise
@@ -455,9 +466,10 @@ def _check_schedule(config: EngineConfig, device: str) -> None:
 
 def _with_table_dtype(spec: ModelSpec, weights: Weights) -> ModelSpec:
     """Tables of n-grams keep the type that they are stored in."""
-    if not isinstance(weights, WeightStore):
+    store = weights.base if isinstance(weights, AdaptedWeights) else weights
+    if not isinstance(store, WeightStore):
         return spec
-    return spec.with_table_dtype(weights.table_dtype())
+    return spec.with_table_dtype(store.table_dtype())
 
 
 def _check_ranks(num_ranks: int, device: str) -> None:

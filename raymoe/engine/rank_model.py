@@ -26,6 +26,7 @@ from raymoe.kernels.gpu_experts_layout import TileTable
 from raymoe.kernels.paged_kv import CacheLayout
 from raymoe.measure.kept import Gpu, load_tiles
 from raymoe.memory.activations import ActivationSizes, DeviceActivations, HostActivations
+from raymoe.memory.adapters import AdaptedWeights, Adapter
 from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache, device_cache
 from raymoe.memory.shared_file import SharedFile
@@ -96,14 +97,35 @@ def configured_model(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     return spec.with_head("none") if config.head == "none" else spec
 
 
+def read_model(directory: Path, config: EngineConfig) -> ModelSpec:
+    """The model of a directory as the configuration asks for it: with its adapter, too.
+
+    Raises:
+        CheckpointError: As for `ModelSpec.from_directory` and `Adapter.open`.
+        UnsupportedModelError: The same.
+    """
+    spec = ModelSpec.from_directory(directory)
+    if config.adapter is not None:
+        spec = Adapter.open(Path(config.adapter), spec).adapted(spec)
+    return configured_model(spec, config)
+
+
 def open_weights(spec: ModelSpec, directory: Path, config: EngineConfig) -> Weights:
     """The weights of a whole model: those of its checkpoint, or random ones.
 
+    Args:
+        spec: As `read_model` returns it.
+
     Raises:
-        CheckpointError: As for `WeightStore.open`.
+        CheckpointError: As for `WeightStore.open` and `Adapter.open`.
     """
     if config.load_format != "dummy":
-        return WeightStore.open(spec, directory)
+        if config.adapter is None:
+            return WeightStore.open(spec, directory)
+        base = ModelSpec.from_directory(directory)
+        adapter = Adapter.open(Path(config.adapter), base)
+        base = configured_model(base, config)
+        return AdaptedWeights(WeightStore.open(base, directory), base, adapter, spec)
     dtype = DTYPES[config.dtype if config.dtype != "auto" else spec.dtype or "bfloat16"]
     # On the CPU, torch reads what is not packed where it is: views would stay in its caches.
     is_copied = config.device in {"cuda", "emulated"} or packed_linear_is_used(dtype)
@@ -212,7 +234,9 @@ def load_runner(model: RankModel) -> ModelRunner:
 def in_place_arena_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> int:
     """Host memory of what is not read as it is stored, on the device `cpu`."""
     # Dummy weights have the type to compute in; they would be made to be looked at.
-    stored = None if isinstance(weights, DummyWeights) else weights
+    if isinstance(weights, DummyWeights):
+        return decoder_arena_bytes(spec, dtype)
+    stored = weights.unmerged if isinstance(weights, AdaptedWeights) else weights
     return decoder_arena_bytes(spec, dtype, stored)
 
 

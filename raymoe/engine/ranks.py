@@ -27,17 +27,10 @@ from raymoe.condition import Condition
 from raymoe.device.lane import call_all
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.core import Runner
-from raymoe.engine.rank_model import (
-    LoadJob,
-    RankModel,
-    configured_model,
-    load_runner,
-    open_weights,
-)
+from raymoe.engine.rank_model import LoadJob, RankModel, load_runner, open_weights, read_model
 from raymoe.errors import ExecutionError
 from raymoe.runtime.batch import InputBatch
 from raymoe.schedule.timeline import Timeline
-from raymoe.specs.model import ModelSpec
 
 # ruff: noqa: SLF001 - torch has these options under no other names
 
@@ -206,7 +199,7 @@ def _serve(connection: Connection, inbox: "queue.SimpleQueue[object]") -> None:
         timeout_s=job.step_limit_s,
     )
     set_num_threads(job.hardware.num_cores, job.num_torch_threads)
-    model = configured_model(ModelSpec.from_directory(job.directory), job.config)
+    model = read_model(job.directory, job.config)
     weights = open_weights(model, job.directory, job.config)
     share = RankModel.of(job, model, weights, rank=rank)
     runner = load_runner(replace(share, reduce=group.all_reduce))

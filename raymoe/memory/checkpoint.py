@@ -41,7 +41,7 @@ from raymoe.specs.files import (
 )
 from raymoe.specs.other_formats import (
     ADAPTER_FILE,
-    MERGE_ADAPTER,
+    ADAPTER_WEIGHTS,
     POINTER,
     is_pointer,
     other_format,
@@ -403,7 +403,10 @@ def _not_a_model(name: str, revision: str | None, error: Exception) -> Checkpoin
     except (OSError, ValueError):
         return _unreachable(name, error)
     if ADAPTER_FILE in files:
-        found = f"{ADAPTER_FILE} is an adapter, which is no model by itself; {MERGE_ADAPTER}"
+        found = (
+            f"{ADAPTER_FILE} is an adapter, which is no model by itself; download it ('hf download "
+            f"{name}') and give the directory as the model, or as adapter of its base"
+        )
     else:
         found = other_format(files) or "it is no model of transformers"
     return CheckpointError(f"{name!r} on the Hugging Face hub has no config.json; {found}")
@@ -421,7 +424,7 @@ def _find_cached(name: str, revision: str | None) -> Path | None:
 
 def _is_complete(directory: Path) -> bool:
     if not (directory / "config.json").is_file():
-        return False
+        return (directory / ADAPTER_WEIGHTS).is_file() and (directory / ADAPTER_FILE).is_file()
     if (directory / SINGLE_FILE).is_file():
         return True
     if not (directory / INDEX_FILE).is_file():

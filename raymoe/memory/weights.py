@@ -113,20 +113,7 @@ class WeightStore:
         if location.constant is not None:
             value, shape = location.constant
             return torch.full(shape, value, dtype=self.dtype)
-        tensor = self.checkpoint.tensor(location.name)
-        if location.shape is not None:
-            tensor = tensor.view(location.shape)
-        if location.expert is not None:
-            tensor = tensor[location.expert]
-        if location.is_transposed:
-            tensor = tensor.T
-        if location.rows is not None:
-            rows = slice(*location.rows)
-            if location.num_groups == 1:
-                return tensor[rows]
-            grouped = tensor.view(location.num_groups, -1, *tensor.shape[1:])
-            tensor = grouped[:, rows].flatten(0, 1)
-        return tensor
+        return located(self.checkpoint.tensor(location.name), location)
 
     def _decoded(self, location: Location) -> Tensor:
         """Decode the rows of a weight in each group, [O, I] float32."""
@@ -197,6 +184,28 @@ class WeightStore:
                 f"{self.checkpoint.directory}: tie_word_embeddings is set, but {name!r} differs "
                 f"from {other!r}; set tie_word_embeddings to false or remove the tensor"
             )
+
+
+def located(tensor: Tensor, location: Location) -> Tensor:
+    """The weight in a stored tensor: a view, or a copy of rows in groups."""
+    if location.shape is not None:
+        tensor = tensor.view(location.shape)
+    if location.expert is not None:
+        tensor = tensor[location.expert]
+    if location.is_transposed:
+        tensor = tensor.T
+    return rows_of(tensor, location)
+
+
+def rows_of(tensor: Tensor, location: Location) -> Tensor:
+    """The rows of a weight among those of a tensor with several."""
+    if location.rows is None:
+        return tensor
+    rows = slice(*location.rows)
+    if location.num_groups == 1:
+        return tensor[rows]
+    grouped = tensor.view(location.num_groups, -1, *tensor.shape[1:])
+    return grouped[:, rows].flatten(0, 1)
 
 
 def _as_piece(stored: Tensor, piece: Piece) -> Tensor:

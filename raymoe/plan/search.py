@@ -28,6 +28,7 @@ from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.specs.workload import Workload
+from raymoe.units import format_bytes
 
 # The bound of equal steps is 0.91 of a job's time in the mean over random policies, and exceeds
 # 1.01 of it in 3 of 100.
@@ -335,15 +336,34 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
     )
     if not hardware.has_gpu or schedule == "in_place":
         job, schedule = replace(job, hardware=hardware.without_gpu()), "in_place"
-    if policy is not None:
-        name = "micro_batches" if schedule == "auto" else schedule
-        return _plan(job, Placement.of(model, name, policy, bytes_per_element))
-    if schedule != "auto":
-        return _fastest(job, (schedule,))
-    on_gpu = ("resident", "micro_batches")
-    if may_leave_gpu_idle and tensor_parallel_size == 1:
-        return _choose(job, on_gpu)
-    return _fastest(job, on_gpu)
+    try:
+        if policy is not None:
+            name = "micro_batches" if schedule == "auto" else schedule
+            return _plan(job, Placement.of(model, name, policy, bytes_per_element))
+        if schedule != "auto":
+            return _fastest(job, (schedule,))
+        on_gpu = ("resident", "micro_batches")
+        if may_leave_gpu_idle and tensor_parallel_size == 1:
+            return _choose(job, on_gpu)
+        return _fastest(job, on_gpu)
+    except InfeasiblePlanError as error:
+        raise _with_decoded(error, model, bytes_per_element) from error
+
+
+def _with_decoded(
+    error: InfeasiblePlanError, model: ModelSpec, bytes_per_element: int
+) -> InfeasiblePlanError:
+    """The error with what an adapter has of it: quantised matrices that it changes are decoded."""
+    quantization = model.quantization
+    if quantization is None or not quantization.merged:
+        return error
+    stored = replace(model, quantization=replace(quantization, merged=frozenset()))
+    held = [each.weight_bytes(bytes_per_element) for each in (model, stored)]
+    return InfeasiblePlanError(
+        f"{error}\nThe adapter changes matrices in {quantization.name}, which are held decoded: "
+        f"{format_bytes(held[0])} of weights, {format_bytes(held[1])} without it. Take an adapter "
+        "of fewer matrices, or a model that was quantised with the adapter merged."
+    )
 
 
 def of_one_rank(

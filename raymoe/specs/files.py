@@ -318,12 +318,26 @@ def read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def check_adapter(directory: Path, *, is_ignored: bool = False) -> None:
-    """Raise CheckpointError if an adapter lies in a model directory and is not to be ignored."""
-    path = directory / ADAPTER_FILE
-    if path.is_file() and not is_ignored:
-        adapter = read_json_object(directory, ADAPTER_FILE)
-        raise CheckpointError(adapter_problem(directory, adapter))
+def check_adapter(
+    directory: Path, *, is_ignored: bool = False, adapter: str | Path | None = None
+) -> None:
+    """Refuse a model directory with an adapter that is neither to be ignored nor the given one.
+
+    Raises:
+        CheckpointError: Nobody has said what to do with it.
+        ConfigError: It is both to be ignored and the given one.
+    """
+    if not (directory / ADAPTER_FILE).is_file():
+        return
+    is_given = adapter is not None and expanded(adapter).resolve() == directory.resolve()
+    if is_given and is_ignored:
+        raise ConfigError(
+            f"adapter is {str(adapter)!r}, the adapter beside the model, which ignore_adapter "
+            "leaves out; give one of them"
+        )
+    if not (is_ignored or is_given):
+        found = read_json_object(directory, ADAPTER_FILE)
+        raise CheckpointError(adapter_problem(directory, found))
 
 
 def parse_json(content: bytes, *, where: str) -> object:

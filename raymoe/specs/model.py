@@ -283,7 +283,7 @@ class ModelSpec:
 
     def format_of(self, name: str, shape: Shape) -> WeightFormat | None:
         """The format in memory: None for matrices that are decoded while they are loaded."""
-        if self.quantization is None or name.endswith(self.quantization.decoded):
+        if self.quantization is None or self.quantization.is_decoded(name):
             return None
         return self.stored_format_of(name, shape)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # How a file begins that git-lfs has not replaced by its content.
 POINTER = b"version https://git-lfs.github.com/spec/"
 MERGE_ADAPTER = (
@@ -101,12 +101,14 @@ def adapter_problem(directory: Path, adapter: Mapping[str, object]) -> str:
     what = f"an adapter ({kind!s:.40}) of the model {base!s:.200}"
     if not (directory / "config.json").exists():
         return (
-            f"{directory}: {ADAPTER_FILE} is {what}, which is no model by itself; {MERGE_ADAPTER}"
+            f"{directory}: {ADAPTER_FILE} is {what}, which is no model by itself; give that model, "
+            "and this directory as adapter"
         )
     return (
         f"{directory}: {ADAPTER_FILE} is {what}, and lies beside config.json; transformers would "
-        f"load that model and apply the adapter. If the weights here are the ones you mean (an "
-        f"adapter already merged), set ignore_adapter, or remove the file; else {MERGE_ADAPTER}"
+        "load the model here and apply the adapter. Give the directory as adapter too, to do the "
+        "same; set ignore_adapter if the weights here are the ones you mean (an adapter already "
+        "merged)"
     )
 
 

@@ -84,7 +84,12 @@ def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
     return any(pattern.match(name) for pattern in patterns for name in names)
 
 
-def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
+def checked_expression(pattern: str, expression: str) -> re.Pattern[str]:
+    """Compile an expression that holds a pattern for names of modules.
+
+    Raises:
+        UnsupportedModelError: It is not understood, or may take long to match.
+    """
     if len(pattern) > MAX_PATTERN_CHARACTERS or not _UNDERSTOOD.fullmatch(pattern):
         raise UnsupportedModelError(
             f"module pattern {pattern!r:.200} is not understood; supported: names with '.*', '.+', "
@@ -95,15 +100,20 @@ def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
             f"module pattern {pattern!r:.200} may match a name in more than {MAX_WAYS} ways, which "
             "takes too long; use at most three '.*', and fewer alternatives one after another"
         )
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UnsupportedModelError(f"module pattern {pattern!r:.200}: {error}") from error
+
+
+def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
+    compiled = checked_expression(pattern, expression)
     if _ONE_EXPERT.search(pattern):
         raise UnsupportedModelError(
             f"module pattern {pattern!r:.200} names one expert; the experts of a layer must be "
             "stored in the same format"
         )
-    try:
-        return re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UnsupportedModelError(f"module pattern {pattern!r:.200}: {error}") from error
+    return compiled
 
 
 _TOKEN = re.compile(r"\\d\+?|\\.|\.[*+]|\[[\w\-]+\]\+?|\(\?:|.", re.DOTALL)
@@ -170,6 +180,7 @@ _MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
 # "config_groups" repeats "quant_algo".
 _MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config_groups"})
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
+_OF_NETWORK = re.compile(r"(\.mlp\.(?:\w+\.)?)(?:\d+\.)?(?:gate|up|down)_proj\.weight$")
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = (
     *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
@@ -205,6 +216,8 @@ class Quantization:
     module_names: tuple[tuple[str, str], ...] = ()
     # Ends of canonical names of matrices that are decoded while they are loaded.
     decoded: tuple[str, ...] = ()
+    # Networks and other matrices that an adapter changes, by `_network_of`: decoded as well.
+    merged: frozenset[str] = frozenset()
     _known: dict[str, WeightFormat | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -212,6 +225,15 @@ class Quantization:
     @property
     def name(self) -> str:
         return self.format.name + (f", experts {self.experts.name}" if self.experts else "")
+
+    def with_merged(self, names: Iterable[str]) -> "Quantization":
+        """These formats, where matrices of these names are decoded while they are loaded."""
+        return replace(self, merged=frozenset(map(_network_of, names)))
+
+    def is_decoded(self, name: str) -> bool:
+        """Whether a matrix is decoded while it is loaded."""
+        is_merged = bool(self.merged) and _network_of(name) in self.merged
+        return is_merged or name.endswith(self.decoded)
 
     def format_of(self, name: str) -> WeightFormat | None:
         """The stored format of a matrix by canonical name, or None; one for a layer's experts."""
@@ -234,6 +256,11 @@ class Quantization:
             is_excluded |= not is_matched(module, self.included)
         stored = self.experts if self.experts is not None and EXPERTS in name else self.format
         return None if is_excluded else stored
+
+
+def _network_of(name: str) -> str:
+    """The network or the experts of a layer that a matrix is of, whose matrices have one format."""
+    return _OF_NETWORK.sub(r"\1", name)
 
 
 def parse_quantization(

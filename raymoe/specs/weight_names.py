@@ -139,6 +139,49 @@ def locate_weights(
     return {name: place.location for name, place in best.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """The tensors of a model that is not quantised, as one naming has them.
+
+    Attributes:
+        shapes: By name, in the order of the weights that they hold.
+        weights: Canonical names of the weights in each, and where.
+        unread: Parts of the names of tensors that are not used.
+    """
+
+    shapes: Mapping[str, Shape]
+    weights: Mapping[str, Sequence[tuple[str, Location]]]
+    unread: tuple[str, ...]
+    _modules: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, naming: Naming) -> "StoredTensors":
+        shapes: dict[str, Shape] = {}
+        weights: dict[str, list[tuple[str, Location]]] = defaultdict(list)
+        for name, place in _places(spec, naming):
+            shapes |= place.shapes
+            for tensor in place.shapes:
+                weights[tensor].append((name, place.location))
+        modules: dict[str, list[str]] = defaultdict(list)
+        for tensor in shapes:
+            modules[tensor.rpartition(".")[0]].append(tensor)
+        return cls(shapes, weights, naming.unread, modules)
+
+    def of_module(self, module: str) -> Sequence[str]:
+        """Names of the tensors that are parameters of a module, in order."""
+        return self._modules.get(module, ())
+
+    def is_unread(self, name: str) -> bool:
+        return any(part in f"{name}." for part in self.unread)
+
+
+def unquantised_tensors(spec: ModelSpec, names: Collection[str]) -> Iterator[StoredTensors]:
+    """The ways to name the tensors of a model, without those that none of these names suits."""
+    plain = replace(spec, quantization=None, tie_word_embeddings=False)
+    for naming in _likely(plain, namings_of(spec.model_type, spec.wrapper), names):
+        yield StoredTensors.of(plain, naming)
+
+
 def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
     """The model with the names that scales of FP8 matrices, and of FP4 experts, have here."""
     found = spec.quantization

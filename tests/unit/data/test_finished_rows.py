@@ -37,7 +37,9 @@ class Fakes:
         self.identity = IDENTITY
         self.made = []
         monkeypatch.setattr(generators, "_load_engine", self._load)
-        monkeypatch.setattr(generators, "_identify", lambda _source: self.identity)
+        monkeypatch.setattr(
+            generators, "_identify", lambda _source, config: (self.identity, config)
+        )
 
     def _load(self, _source, config):
         runner = FakeRunner(64, self._before_step)

@@ -26,7 +26,7 @@ def open_umask():
 
 @pytest.fixture
 def run(tokenizer_directory, monkeypatch):
-    monkeypatch.setattr(generators, "_identify", lambda _source: IDENTITY)
+    monkeypatch.setattr(generators, "_identify", lambda _source, config: (IDENTITY, config))
     monkeypatch.setattr(
         generators,
         "_load_engine",

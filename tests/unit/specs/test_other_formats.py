@@ -98,7 +98,7 @@ def test_a_pointer_of_git_lfs_is_named_in_every_file(tmp_path: Path) -> None:
 def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     save_file({"a": ones(2)}, tmp_path / "adapter_model.safetensors")
-    expected = r"adapter \(LORA\) of the model some-org/some-model.*no model.*merge_and_unload"
+    expected = r"adapter \(LORA\) of the model some-org/some-model.*no model.*as adapter"
     with pytest.raises(CheckpointError, match=expected):
         ModelSpec.from_directory(tmp_path)
 
@@ -124,7 +124,7 @@ def test_weights_of_mlx_are_named(tmp_path: Path) -> None:
     ("files", "match"),
     [
         (["README.md", "model-Q8_0.gguf"], "no config.json; model-Q8_0.gguf holds.*GGUF"),
-        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter.*merge"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter.*hf download"),
         (["README.md"], "no model of transformers"),
     ],
 )
