@@ -1,5 +1,6 @@
 """Weights of a model with those of a LoRA adapter merged into them, one by one as they are read."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import ADAPTER_WEIGHTS, other_format
 from raymoe.specs.weight_names import Location, model_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,14 @@ class Adapter:
                     f"{directory / ADAPTER_WEIGHTS}: tensor {name!r} has type "
                     f"{tensors.entry(name).dtype}; supported: {', '.join(FLOATS)}"
                 )
-        return cls(config, tensors, find_changes(spec, config, tensors.shapes()))
+        changes = find_changes(spec, config, tensors.shapes())
+        unread = tensors.names().difference(*(change.tensors for change in changes.values()))
+        if unread:
+            logger.warning(
+                "%s: %d tensors change parts of %s that are not computed, such as %s",
+                directory, len(unread), spec.name, min(unread),
+            )  # fmt: skip
+        return cls(config, tensors, changes)
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:
         """The model as it is held with this adapter (`specs.adapters.adapted_model`)."""

@@ -180,8 +180,12 @@ class _Tensors:
         module = target if self._is_parameter(target) else patch.module
         if (vector := tensors.pop("B bias", None)) is not None:
             bias, added = f"{patch.module}.bias", (vector, self._config.scale_of(module))
-            what = f"the base has {bias} of that shape"
-            self._check_shape(vector, names.shapes.get(bias, ()), what)
+            if bias not in names.shapes:
+                raise CheckpointError(
+                    f"{ADAPTER_WEIGHTS}: tensor {vector!r} is added to {bias}, which the base does "
+                    "not have; lora_bias is supported where there is one"
+                )
+            self._check_shape(vector, names.shapes[bias], f"the base has {bias} of that shape")
             yield from (
                 (name, Change(location=at, added=added)) for name, at in names.weights[bias]
             )

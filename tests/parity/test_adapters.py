@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "phi3": {"target_modules": "all-linear"},
+    "qwen2_moe": {"target_modules": ATTENTION[:3], "lora_bias": True, "bias": "all"},
     "qwen3_5_moe_text": ALL,
     "granitemoehybrid": {"target_modules": "all-linear"},
     "nemotron_h": {"target_modules": [*ATTENTION, "up_proj", "down_proj"]},  # PEFT has no others
