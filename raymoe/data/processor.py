@@ -336,7 +336,7 @@ def _fields_of(config: Any) -> Row:
     given = {name: getattr(config, name) for name in _FIELDS}
     given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
     for name, why in {
-        "dynamic_lora_loading_path": "there are no adapters: merge them into the weights",
+        "dynamic_lora_loading_path": "a job has one adapter: give adapter in engine_kwargs",
         "placement_group_config": "an actor is on one node: give concurrency and engine_kwargs",
     }.items():
         if given[name] is not None:

@@ -60,7 +60,7 @@ from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
 from raymoe.specs.config import HeadKind
 from raymoe.specs.differences import differences_from_others, differences_of
-from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_json_object
+from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_chat_template, read_json_object
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
 from raymoe.specs.weight_format import Int8Channel
 
@@ -198,6 +198,14 @@ def _resolve(path: str | Path, config: EngineConfig) -> tuple[Path, EngineConfig
     path, config = with_base(resolve_model(path), config)  # an adapter of the hub
     directory = resolve_model(path)
     check_adapter(directory, is_ignored=config.ignore_adapter, adapter=config.adapter)
+    if config.adapter is not None:
+        template = read_chat_template(Path(config.adapter))
+        if template and template != read_chat_template(directory):
+            logger.warning(
+                "%s has a chat template of its own, which is not used: put it into the directory "
+                "of the base to use it",
+                config.adapter,
+            )
     return directory, config
 
 

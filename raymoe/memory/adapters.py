@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raymoe.codecs import BLOCK_ELEMENTS, StoredMatrix, Weight, as_tensor, row_blocks
+from raymoe.device.threads import torch_on_all_cores
 from raymoe.errors import CheckpointError
 from raymoe.memory.checkpoint import Checkpoint
 from raymoe.memory.weights import FLOATS, WeightStore, located, rows_of
@@ -95,7 +96,8 @@ class AdaptedWeights:
             return self.base(self._in_base(name))
         if change is not None and change.saved is not None:
             weight = located(self._tensors.tensor(change.saved), change.location)
-        merged = self._merged(name, weight, change)
+        with torch_on_all_cores():
+            merged = self._merged(name, weight, change)
         self.drop_pages([name])  # of which the sum is a copy
         return merged
 

@@ -125,7 +125,8 @@ class WeightPages:
         with torch_on_all_cores():  # new memory is zeroed by whoever writes first
             for i, names in enumerate(self._weights):
                 for name in names:
-                    self._copy(i, name, weights(layer_prefix(i) + name))
+                    if not self._is_there(i, name):
+                        self._copy(i, name, weights(layer_prefix(i) + name))
                 self._arena.pinning.filled(self._host[i])
                 release([layer_prefix(i) + name for name in names])
             for i, table in ngrams.items():
@@ -144,6 +145,12 @@ class WeightPages:
         if not self._arena.is_filled:
             fill_table(memory, ngrams, lambda name: weights(prefix + name))
         release([prefix + name for name, _ in ngram_tables(self._spec.layers[layer])])
+
+    def _is_there(self, layer: int, name: str) -> bool:
+        """Whether another process has put a weight there; scales are looked at for their types."""
+        weight = self._weights[layer][name]
+        is_on_host = not any(place.is_resident for place in weight.places)
+        return self._arena.is_filled and is_on_host and weight.stored is None
 
     def _copy(self, layer: int, name: str, weight: Weight) -> None:
         for place in self._weights[layer][name].places:
