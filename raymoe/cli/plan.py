@@ -54,6 +54,7 @@ from raymoe.schedule.builders import STREAMING_BUILDERS
 from raymoe.schedule.draw import draw_text
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, middle_layers
+from raymoe.specs.adapter_config import base_and_adapter
 from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
 from raymoe.specs.layers import KV_BLOCK_TOKENS
@@ -312,6 +313,15 @@ Model = Annotated[
         metavar="NAME|DIR",
     ),
 ]
+AdapterDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        help="Count what this LoRA adapter changes as it is held: quantised matrices decoded.",
+        show_default=False,
+        metavar="DIR",
+    ),
+]
 Hardware = Annotated[
     str | None,
     typer.Option(
@@ -494,6 +504,7 @@ def run(  # noqa: PLR0913 - the options of a command
     context: typer.Context,
     *,
     model: Model,
+    adapter: AdapterDirectory = None,
     hardware: Hardware = None,
     prompt_len: PromptLen = DEFAULT_WORKLOAD.prompt_tokens,
     shared_prompt_len: SharedLen = 0,
@@ -576,7 +587,7 @@ def planner_of(
     given: Mapping[str, Any], workload: Workload, node: HardwareSpec | None
 ) -> tuple[JobPlanner, HardwareSpec | None]:
     """The planner that the options of the command describe, and what one rank has of the node."""
-    spec = _model(given["model"], given["weights"], given["dtype"])
+    spec = _model(given["model"], given["adapter"], given["weights"], given["dtype"])
     spec = _with_state_dtype(spec, given["state_dtype"])
     schedule, max_context = given["schedule"], given["max_context"]
     _check(spec, node, workload, schedule=schedule, max_context=max_context)
@@ -675,10 +686,16 @@ def _workload(
     return replace(workload, shared_prompt_tokens=shared_prompt_len)
 
 
-def _model(name: str, weights: str | None, dtype: str) -> ModelSpec:
-    model = model_by_name(name)
+def _model(name: str, adapter: str | None, weights: str | None, dtype: str) -> ModelSpec:
+    base, _, directory = base_and_adapter(name, adapter)
+    model = model_by_name(str(base))
     if weights is not None:
         model = replace(model, quantization=quantization_of(weights), dtype="bfloat16")
+    if directory is not None:
+        # It loads torch, which other plans do not need.
+        from raymoe.memory.adapters import Adapter  # noqa: PLC0415
+
+        model = Adapter.open(directory, model).adapted(model)
     return model if dtype == "auto" else replace(model, dtype=dtype)
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raymoe.cli.generate import check_batch_options
+from raymoe.cli.plan import _model
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import plan_actor
@@ -154,6 +155,8 @@ def test_a_plan_counts_matrices_that_an_adapter_changes_as_they_are_held(tmp_pat
     assert adapted is not None
     weights = [each.plan.footprint.bytes_of("weights") for each in (base, adapted)]
     assert weights[1] > 1.5 * weights[0]
+    spec, alone = (_model(str(directory), each, None, "auto") for each in (str(tmp_path), None))
+    assert spec.weight_bytes(2) > 1.5 * alone.weight_bytes(2)
     tight = dataclasses.replace(node, host_memory_bytes=64 * MIB)
     with pytest.raises(InfeasiblePlanError, match="The adapter changes matrices in fp8_block"):
         plan_actor(directory, dataclasses.replace(config, adapter=tmp_path), tight)
