@@ -625,9 +625,10 @@ def _identify(
 ) -> "tuple[ModelIdentity, EngineConfig]":
     """The identity of a model, and the configuration with its adapter."""
     from raymoe.engine.identity import ModelIdentity  # noqa: PLC0415 - loads torch, as above
+    from raymoe.engine.load import resolve_with_adapter  # noqa: PLC0415 - the same
 
-    model_source, config = with_base(model_source, config)
-    return ModelIdentity.of(model_source, adapter=config.adapter), config
+    directory, config = resolve_with_adapter(model_source, config)
+    return ModelIdentity.of(directory, adapter=config.adapter), config
 
 
 def _prepare_job(

@@ -144,7 +144,7 @@ def _load_parts(
     _check_schedule(config, device)
     _check_gpu(config, device)
     tell("reading the model's files")
-    directory, config = _resolve(path, config)
+    directory, config = resolve_with_adapter(path, config)
     files = files_key(directory, config.adapter) if config.shared_weights is True else ""
     spec = read_model(directory, config)
     for difference in differences_of(spec):
@@ -192,8 +192,17 @@ def _load_parts(
         raise
 
 
-def _resolve(path: str | Path, config: EngineConfig) -> tuple[Path, EngineConfig]:
-    """The directory of the model, and the configuration with the adapter if `path` is one."""
+def resolve_with_adapter(path: str | Path, config: EngineConfig) -> tuple[Path, EngineConfig]:
+    """Return the directory of a model, and the configuration with its adapter.
+
+    Args:
+        path: A directory or a name on the hub: of a model, or of an adapter, whose base is then
+            the model. Both are downloaded if they are missing.
+
+    Raises:
+        ConfigError: As `with_base` and `resolve_model`.
+        CheckpointError: The same, and as `check_adapter`.
+    """
     path, config = with_base(path, config)
     path, config = with_base(resolve_model(path), config)  # an adapter of the hub
     directory = resolve_model(path)

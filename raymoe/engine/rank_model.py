@@ -31,7 +31,7 @@ from raymoe.memory.arena import HostArena, SharedArena
 from raymoe.memory.kv_cache import KvCache, device_cache
 from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.memory.weights import DummyWeights, ShardedWeights, Weights, WeightStore
+from raymoe.memory.weights import DummyWeights, ShardedWeights, WatchedWeights, Weights, WeightStore
 from raymoe.model.compilation import compile_attention, compile_experts
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.feed_forward import HostExperts
@@ -236,7 +236,8 @@ def in_place_arena_bytes(spec: ModelSpec, weights: Weights, dtype: torch.dtype) 
     # Dummy weights have the type to compute in; they would be made to be looked at.
     if isinstance(weights, DummyWeights):
         return decoder_arena_bytes(spec, dtype)
-    stored = weights.unmerged if isinstance(weights, AdaptedWeights) else weights
+    source = weights.source if isinstance(weights, WatchedWeights) else weights
+    stored = source.unmerged if isinstance(source, AdaptedWeights) else source
     return decoder_arena_bytes(spec, dtype, stored)
 
 

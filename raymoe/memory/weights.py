@@ -278,17 +278,21 @@ def _dtype(checkpoint: Checkpoint, locations: Iterable[Location]) -> torch.dtype
 
 
 class WatchedWeights:
-    """Weights that say when their memory may be freed: after each layer that is loaded."""
+    """Weights that say when their memory may be freed: after each layer that is loaded.
+
+    Attributes:
+        source: The weights themselves.
+    """
 
     def __init__(self, weights: Weights, watch: Callable[[], None]) -> None:
         self.dtype: torch.dtype = weights.dtype
-        self._weights, self._watch = weights, watch
+        self.source, self._watch = weights, watch
 
     def __call__(self, name: str) -> Weight:
-        return self._weights(name)
+        return self.source(name)
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        self._weights.drop_pages(names)
+        self.source.drop_pages(names)
         self._watch()
 
 

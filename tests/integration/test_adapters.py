@@ -16,10 +16,13 @@ from raymoe.cli.generate import check_batch_options
 from raymoe.cli.plan import _model
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.sizing import plan_actor
+from raymoe.data.sizing import map_batches_kwargs, plan_actor
 from raymoe.engine.engine import Engine
 from raymoe.engine.identity import ModelIdentity, files_key
+from raymoe.engine.rank_model import in_place_arena_bytes, open_weights, read_model
 from raymoe.errors import ConfigError, InfeasiblePlanError
+from raymoe.memory.adapters import AdaptedWeights
+from raymoe.memory.weights import WatchedWeights
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.safe_text import harmless
 from raymoe.specs.hardware import hardware_preset
@@ -142,6 +145,17 @@ def test_weights_are_shared_between_engines_with_the_same_adapter_alone(
     identities[0].check_unchanged()
 
 
+def test_memory_is_planned_without_a_sum(
+    made: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(SMALL, adapter=made.adapter)
+    spec = read_model(made.base, config)
+    weights = open_weights(spec, made.base, config)
+    monkeypatch.setattr(AdaptedWeights, "_merged", None)  # which is called for each sum
+    for each in (weights, WatchedWeights(weights, lambda: None)):
+        assert in_place_arena_bytes(spec, each, torch.float32) >= 0
+
+
 def test_a_plan_counts_matrices_that_an_adapter_changes_as_they_are_held(tmp_path: Path) -> None:
     directory = checkpoints("fp8 blocks, odd sizes").quantised
     plain = checkpoints("fp8 blocks, odd sizes").plain
@@ -162,10 +176,13 @@ def test_a_plan_counts_matrices_that_an_adapter_changes_as_they_are_held(tmp_pat
         plan_actor(directory, dataclasses.replace(config, adapter=tmp_path), tight)
 
 
-def test_options_of_the_command_name_an_adapter(made: Directories) -> None:
+def test_commands_and_drivers_hand_the_base_and_the_adapter_on(made: Directories) -> None:
     for arguments in (["--model", made.base, "--adapter", made.adapter], ["--model", made.adapter]):
         _, config = check_batch_options([str(each) for each in arguments])
         assert config.adapter == str(made.adapter)
+    kwargs = map_batches_kwargs(made.adapter, engine_config={"device": "cpu"})
+    assert kwargs["fn_constructor_args"] == (str(made.base),)
+    assert kwargs["fn_constructor_kwargs"]["engine_config"].adapter == str(made.adapter)
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
+import json
+
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from raymoe.config import EngineConfig
+from raymoe.engine.load import resolve_with_adapter
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import resolve_model
 
@@ -35,6 +39,21 @@ def test_a_complete_snapshot_in_the_cache_is_not_downloaded(tmp_path, hub) -> No
     (directory / "model.safetensors").touch()
     assert resolve_model("org/name", revision="v1") == directory
     assert hub == [("org/name", "v1", True)]
+
+
+def test_an_adapter_and_its_base_are_found_in_the_cache(tmp_path, hub) -> None:
+    adapter, base = tmp_path / "org--lora", tmp_path / "org--base"
+    for directory in (adapter, base):
+        directory.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "base_model_name_or_path": "org/base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").touch()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").touch()
+    directory, found = resolve_with_adapter("org/lora", EngineConfig())
+    assert (directory, found.adapter) == (base, str(adapter))
+    assert all(is_local for _, _, is_local in hub)
+    assert resolve_with_adapter("org/base", EngineConfig(adapter=adapter)) == (base, found)
 
 
 def test_a_snapshot_without_all_shards_is_downloaded_again(tmp_path, hub) -> None:
