@@ -98,7 +98,10 @@ class AdaptedWeights:
             weight = located(self._tensors.tensor(change.saved), change.location)
         with torch_on_all_cores():
             merged = self._merged(name, weight, change)
-        self.drop_pages([name])  # of which the sum is a copy
+        # Of which the sum is a copy; other experts may need the same factors.
+        self.base.drop_pages([self._in_base(name)])
+        if weight is not None and change is not None and change.saved is not None:
+            self._tensors.drop_pages([change.saved])
         return merged
 
     def unmerged(self, name: str) -> Weight:
@@ -155,9 +158,9 @@ class AdaptedWeights:
         if factors.num_experts is not None:
             a = a.view(factors.num_experts, -1, a.shape[1])[location.expert]
             b = b.view(len(b), -1, factors.num_experts)[:, :, location.expert]
+        elif location.expert is not None and location.shape is not None:  # rows of one matrix
+            b = b.view(*location.shape[:-1], -1)[location.expert]
         left, right = (a.T, b.T) if factors.is_swapped else (b, a)
-        if factors.num_experts is None and location.shape is not None:  # experts in one matrix
-            left = left.reshape(*location.shape[:-1], -1)[location.expert]
         if location.is_transposed:
             left, right = right.T, left.T
         return rows_of(left, location).float(), right.float(), factors.scale

@@ -59,6 +59,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
     "gemma4_text": {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
     "llama": {"target_modules": [*ATTENTION, "embed_tokens", "lm_head"]},
+    "dbrx": {
+        "target_modules": ["Wqkv", "out_proj"],
+        "target_parameters": [f"experts.mlp.{name}" for name in ("w1", "v1", "w2")],
+    },
     "llama4_text": {
         "target_modules": "all-linear",
         "target_parameters": [f"feed_forward.{name[4:]}" for name in EXPERTS],
