@@ -211,6 +211,11 @@ class _Tensors:
             found = (*self._shapes[b][:1], *self._shapes[a][-1:])
             is_square = target[0] == target[1]
             is_swapped = location.is_transposed if is_square else found == target[::-1]
+        if len(target) != 2:
+            raise CheckpointError(
+                f"{ADAPTER_WEIGHTS}: tensor {a!r} changes {module} of shape {list(target)}; LoRA "
+                "changes matrices, and parameters with a matrix for each expert"
+            )
         rows = rank * (num_experts or 1)
         what = f"{module} of {' x '.join(map(str, target))} and rank {rank} take it"
         outputs, inputs = target[::-1] if is_swapped else target

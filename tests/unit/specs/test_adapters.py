@@ -1,10 +1,13 @@
 """Which weights an adapter changes, and tensors that fit nothing."""
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.errors import CheckpointError, RaymoeError, UnsupportedModelError
 from raymoe.specs.adapter_config import AdapterConfig
 from raymoe.specs.adapters import Change, adapted_model, find_changes
 from raymoe.specs.layer_weights import EMBEDDING, HEAD, Shape
@@ -71,6 +74,8 @@ def test_parameters_are_transposed_as_peft_0_17_took_them() -> None:
         (factors(f"{LAYER}self_attn.qkv_proj", 64, 64), "changes model.layers.0.self_attn.qkv_pro"
          "j, which tiny does not have .mixtral.; the adapter may be one of org/other"),
         (factors("base_model.model.model.layers.9.self_attn.q_proj", 64, 64), "layers.9.self_attn"),
+        (factors(f"{LAYER}input_layernorm", 64, 64), r"input_layernorm of shape \[64\]; LoRA chang"
+         "es matrices"),
         ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "does not begin with 'base_m"),
         ({f"{QUERY}.lora_magnitude_vector": (64,)}, r"of a kind \(lora_magnitude_vector\) that is "
          "not supported"),
@@ -87,6 +92,32 @@ def test_a_tensor_that_fits_nothing_is_refused_by_name(
 ) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=match):
         changes(shapes)
+
+
+MODULES = [
+    *("self_attn.q_proj", "mlp.experts", "mlp.experts.base_layer", "mlp.gate", "input_layernorm"),
+    *("mlp.experts.base_layer.base_layer", "block_sparse_moe.experts.0.w1", ""),
+]
+ENDS = [
+    *(".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"),
+    *(".lora_B.bias", ".lora_A.bias", ".weight", ".bias", ""),
+]
+TENSORS = st.dictionaries(
+    st.tuples(st.sampled_from(MODULES), st.sampled_from(ENDS)),
+    st.lists(st.sampled_from([0, 4, 16, 64, 96, 192]), max_size=3).map(tuple),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(TENSORS, st.lists(st.sampled_from(["down_proj", "gate_up_proj", "weight", ""])))
+@settings(max_examples=200, deadline=None)
+def test_whatever_an_adapter_holds_it_is_found_or_refused_by_an_error_of_ours(
+    tensors: dict[tuple[str, str], Shape], targets: list[str]
+) -> None:
+    shapes = {f"{LAYER}{module}{end}": shape for (module, end), shape in tensors.items()}
+    with contextlib.suppress(RaymoeError):
+        assert changes(shapes, target_parameters=targets)
 
 
 def test_a_matrix_that_two_tensors_change_is_refused() -> None:
