@@ -109,8 +109,13 @@ class AdapterConfig:
 
 
 def _check_kind(config: Mapping[str, object], where: str) -> None:
-    kind = config.get("peft_type") or config.get("fine_tune_type") or "of an unknown kind"
-    if config.get("peft_type") != "LORA":
+    kind = config.get("peft_type")
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{where}: there is no peft_type, so that PEFT has not written the adapter; convert it "
+            "to PEFT's LoRA, or merge it into its model by what wrote it and give the output"
+        )
+    if kind != "LORA":
         raise UnsupportedModelError(
             f"{where}: the adapter is {kind!s:.40}, supported is PEFT's LORA; {MERGE_ADAPTER}"
         )
