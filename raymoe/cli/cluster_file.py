@@ -141,6 +141,7 @@ class WantedFile:
             prices_of="" if self.given["price_per_hour"] else prices.date,
             written_by=self.written_by,
             file=str(self.path),
+            adapter=None if self.given["adapter"] is None else str(self.given["adapter"]),
             **_versions(),
         )
         write_file(self.path, job.render(kind))

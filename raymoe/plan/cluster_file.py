@@ -169,6 +169,7 @@ class ClusterJob:
         prices_of: When prices were like that.
         written_by: The command that writes this file.
         file: The name of the file.
+        adapter: A directory with a LoRA adapter, merged into the model; None without.
         ray_version: That of Ray on the machine that submits, which nodes must have too.
         python_version: That of Python there, such as "3.11".
     """
@@ -190,10 +191,12 @@ class ClusterJob:
     file: str
     ray_version: str
     python_version: str
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for what, text in (
             ("--model", self.model),
+            *([] if self.adapter is None else [("--adapter", self.adapter)]),
             ("--input", self.source),
             ("--output", self.output),
             ("--write", self.file),
@@ -231,9 +234,15 @@ class ClusterJob:
             return f"/models/{self.model_name}"
         return self.model if self.is_hub_model else f"{SHARED}/models/{self.model_name}"
 
+    @property
+    def adapter_path(self) -> str | None:
+        """Where nodes find the adapter."""
+        return None if self.adapter is None else f"{SHARED}/adapters/{Path(self.adapter).name}"
+
     def command(self, kind: str) -> list[str]:
         """The words of `raymoe generate`."""
         words = ["raymoe", "generate", "--model", self.model_path(kind)]
+        words += [] if self.adapter_path is None else ["--adapter", self.adapter_path]
         words += ["--input", self.source, "--output", self.output]
         if "://" in self.output:
             words += ["--journal", f"{SHARED}/{Path(self.output).name or 'answers'}.journal"]
@@ -262,10 +271,11 @@ class ClusterJob:
         plan, workload = self.plan, self.plan.workload
         found = Prediction.of(plan, self.num_nodes)
         where = self.machine.instance or self.plan.hardware.name
+        adapter = f" with an adapter, to be copied to {self.adapter_path}," if self.adapter else ""
         return (
             f"The plan: {self.num_rows:,} rows of {workload.prompt_tokens:,} + "
-            f"{workload.generated_tokens:,} tokens of {self.model} on {self.num_nodes:,} x {where} "
-            f"({self.machine}), {self.why_nodes}. On each node up to "
+            f"{workload.generated_tokens:,} tokens of {self.model}{adapter} on "
+            f"{self.num_nodes:,} x {where} ({self.machine}), {self.why_nodes}. On each node up to "
             f"{plan.policy.max_num_seqs:,} sequences at once, schedule {plan.schedule}, "
             f"{format_bytes(plan.host_bytes)} of host memory. Predicted, not measured: "
             f"{found.parts}; {found.speed}. {self._cost(found)}"

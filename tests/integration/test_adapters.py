@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from raymoe.cli import run
 from raymoe.cli.generate import check_batch_options
 from raymoe.cli.plan import _model
 from raymoe.config import EngineConfig
@@ -183,6 +184,17 @@ def test_commands_and_drivers_hand_the_base_and_the_adapter_on(made: Directories
     kwargs = map_batches_kwargs(made.adapter, engine_config={"device": "cpu"})
     assert kwargs["fn_constructor_args"] == (str(made.base),)
     assert kwargs["fn_constructor_kwargs"]["engine_config"].adapter == str(made.adapter)
+
+
+def test_a_written_cluster_runs_with_the_adapter(made: Directories, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    arguments = ["--model", made.base, "--adapter", made.adapter, "--hardware", "g6e.xlarge"]
+    arguments += ["--num-rows", 10_000, "--gen-len", 8, "--write", file]
+    assert run(["plan", *map(str, arguments)]) == 0
+    text = " ".join(file.read_text().replace("\\\n#", "").split())
+    name = made.adapter.name
+    assert f"--adapter /data/adapters/{name} --input" in text
+    assert f"to be copied to /data/adapters/{name}" in text.replace("# ", "")
 
 
 @pytest.mark.slow
