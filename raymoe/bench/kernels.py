@@ -78,6 +78,7 @@ def _expert_bytes(shape: ExpertsShape, stored: WeightFormat) -> int:
 
 EIGHT_KV_HEADS = AttentionShape()  # Mixtral, Llama 3 8B
 FOUR_KV_HEADS = AttentionShape(num_kv_heads=4)  # Qwen3 30B-A3B
+INT8_KV = AttentionShape(has_int8_kv=True)
 LATENT = LatentShape()  # DeepSeek-V2 and V3, Kimi-K2 with half the heads
 FEW_HEADS = LatentShape(num_heads=16)  # DeepSeek-V2-Lite
 OVERLAPPING = CompressedShape()  # DeepSeek-V4-Flash, half of its layers, and the other half
@@ -86,6 +87,7 @@ DECODE_CASES = (
     (64, 512), (64, 1024), (64, 4096), (128, 2048),
     (256, 512), (256, 1024), (512, 512), (512, 1024),
 )  # fmt: skip
+INT8_CASES = ((64, 512), (64, 1024), (64, 4096))
 SHARED_TOKENS = (512, 2048)  # of 64 sequences, which have 64 tokens of their own
 LATENT_CASES = ((64, 512), (64, 1024), (64, 4096))
 COMPRESSED_CASES = (
@@ -113,6 +115,7 @@ def kernel_jobs() -> list[Callable[[], KernelJob]]:
     return [
         *(partial(decode_job, EIGHT_KV_HEADS, *case) for case in DECODE_CASES),
         *(partial(decode_job, FOUR_KV_HEADS, *case) for case in ((64, 1024), (256, 1024))),
+        *(partial(decode_job, INT8_KV, *case) for case in INT8_CASES),
         *(
             partial(decode_job, shape, 64, shared + 64, shared_tokens=shared)
             for shape in (EIGHT_KV_HEADS, FOUR_KV_HEADS)

@@ -71,7 +71,7 @@ AdapterDirectory = Annotated[
         "is loaded.",
         show_default=False,
         metavar="DIR",
-        rich_help_panel=START,
+        rich_help_panel=MACHINE,
     ),
 ]
 Input = Annotated[
@@ -538,7 +538,6 @@ def run(  # noqa: PLR0913 - the options of a command
     context: typer.Context,
     *,
     model: Model,
-    adapter: AdapterDirectory = None,
     input_: Input,
     output: Output,
     dry_run: DryRun = False,
@@ -573,6 +572,7 @@ def run(  # noqa: PLR0913 - the options of a command
     journal: Journal = None,
     no_journal: NoJournal = False,
     report: Report = True,
+    adapter: AdapterDirectory = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     num_actors: NumActors = 1,

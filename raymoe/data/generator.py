@@ -293,15 +293,14 @@ class MoEGenerator:
         column_prefix: str = "",
     ) -> None:
         self._pid, self._task = os.getpid(), read_task(task, task_options)
-        self._schema = read_schema(output_schema, self._task)
+        self._schema, prefix = read_schema(output_schema, self._task), check_prefix(column_prefix)
         reader = RowReader(
             defaults=generation_params(sampling_params, self._schema), prompt_column=prompt_column,
             messages_column=messages_column, id_column=id_column, tools_column=tools_column,
             error_column=error_column, has_choices=has_choices,
             chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}),
         )  # fmt: skip
-        self._reader, columns = reader_and_columns(reader, self._task)
-        self._columns = dataclasses.replace(columns, prefix=check_prefix(column_prefix))
+        self._reader, self._columns = reader_and_columns(reader, self._task, prefix)
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
@@ -322,7 +321,7 @@ class MoEGenerator:
             self._parser = ChatParser.of(self._template, *parsers)
             self._columns = OutputColumns.of(
                 reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
-                parser=self._parser, schema=self._schema, prefix=column_prefix,
+                parser=self._parser, schema=self._schema, prefix=prefix,
             )  # fmt: skip
 
     def __call__(self, batch: Any) -> Any:

@@ -167,9 +167,10 @@ def reader_of(options: Mapping[str, Any]) -> RowReader | TaskReader:
 
 
 def reader_and_columns(
-    rows: RowReader, task: TaskOptions | None
+    rows: RowReader, task: TaskOptions | None, prefix: str
 ) -> tuple[RowReader | TaskReader, OutputColumns]:
     """What reads the rows of an operator, and the columns that it adds."""
     if task is None:
-        return rows, OutputColumns.of(rows.defaults, has_choices=rows.has_choices)
-    return TaskReader(rows=rows, options=task), OutputColumns(fields=task_fields(task))
+        return rows, OutputColumns.of(rows.defaults, has_choices=rows.has_choices, prefix=prefix)
+    columns = OutputColumns(fields=task_fields(task), prefix=prefix)
+    return TaskReader(rows=rows, options=task), columns

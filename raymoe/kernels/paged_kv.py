@@ -49,7 +49,7 @@ class KvLayout:
     """Keys of a block, [D / P, B, P] for each KV head, then its values in tiles of 64 dimensions.
 
     Numbers of int8 have a float32 factor for each token and head: those of the block's keys are
-    behind its values, then those of its values. Keys are `rotated`.
+    behind its values, then those of its values. Keys are `rotated_keys`.
 
     Attributes:
         value_head_dim: Dimensions of a value; None if it has as many as a key.

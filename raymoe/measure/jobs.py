@@ -39,13 +39,20 @@ class AttentionShape:
     num_kv_heads: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    has_int8_kv: bool = False
+
+    @property
+    def layout(self) -> KvLayout:
+        dtype = torch.int8 if self.has_int8_kv else self.dtype
+        return KvLayout(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layout.block_bytes // BLOCK_TOKENS
 
     def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim}"
+        int8 = " of int8" if self.has_int8_kv else ""
+        return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim}{int8}"
 
 
 def decode_job(
@@ -88,7 +95,7 @@ def prefill_job(
 
 def make_layers(shape: AttentionShape, batch: int, context: int) -> list[Tensor]:
     """KV cache of sequences, in enough layers to exceed the CPU caches."""
-    return cache_layers(_layout(shape), batch * ceil_div(context, BLOCK_TOKENS))
+    return cache_layers(shape.layout, batch * ceil_div(context, BLOCK_TOKENS))
 
 
 def cache_layers(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
@@ -97,7 +104,7 @@ def cache_layers(layout: CacheLayout, num_blocks: int) -> list[Tensor]:
     num_layers = ceil_div(MIN_CACHE_BYTES, layer_bytes)
     layers = HostArena(num_layers * layer_bytes).allocate(num_layers * layer_bytes)
     shaped = layers.view(layout.dtype).view(num_layers, num_blocks, *layout.block_shape)
-    return list(shaped.fill_(0.5))
+    return list(shaped.fill_(1 if layout.dtype == torch.int8 else 0.5))
 
 
 def _calls(  # noqa: PLR0917 - of two public functions above
@@ -125,10 +132,6 @@ def _calls(  # noqa: PLR0917 - of two public functions above
         )
         for layer in layers or make_layers(shape, batch, context)
     ]  # fmt: skip
-
-
-def _layout(shape: AttentionShape) -> KvLayout:
-    return KvLayout(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
 
 
 def shuffled_table(batch: int, blocks_each: int) -> Tensor:

@@ -164,8 +164,11 @@ Value = TypeVar("Value")
 
 
 def _of_pattern(pattern: Mapping[str, Value], name: str, default: Value) -> Value:
-    found = (value for key, value in pattern.items() if re.match(_as_match(key), name))
-    return next(found, default)
+    for key, value in pattern.items():
+        expression = _as_match(key)
+        if re.match(expression, name):
+            return value
+    return default
 
 
 def base_and_adapter(

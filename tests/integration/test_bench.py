@@ -87,8 +87,10 @@ def test_a_job_on_codes_reads_the_bytes_that_are_stored() -> None:
     assert 0 < rate.share_of_limit < 1.5
 
 
-def test_a_decode_job_reads_the_keys_and_values_of_every_token() -> None:
-    job = decode_job(AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32), 3, 64)
+@pytest.mark.parametrize("has_int8_kv", [False, True])
+def test_a_decode_job_reads_the_keys_and_values_of_every_token(has_int8_kv: bool) -> None:
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, has_int8_kv=has_int8_kv)
+    job = decode_job(shape, 3, 64)
     cache = job.calls[0].args[3]  # type: ignore[attr-defined]
     assert job.bytes_per_call == cache.numel() * cache.itemsize
     assert len(job.calls) * job.bytes_per_call >= 512 << 20
