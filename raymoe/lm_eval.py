@@ -4,8 +4,11 @@
 the model known to `lm_eval.simple_evaluate(model="raymoe", model_args={"pretrained": DIR})`.
 """
 
+import dataclasses
+import json
 import logging
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -25,7 +28,10 @@ from transformers import AutoTokenizer
 from raymoe.config import SAMPLING_NAMES, EngineConfig, SamplingParams
 from raymoe.engine.engine import Engine
 from raymoe.engine.outputs import Generation
+from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.errors import ConfigError, ExecutionError
+from raymoe.memory.checkpoint import resolve_model
+from raymoe.specs.model import ModelSpec
 
 Message = dict[str, str]
 Pair = tuple[
@@ -44,6 +50,8 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         pretrained: As the path of `Engine.from_pretrained`.
         max_length: Tokens of a context and what is scored or generated after it; by default the
             model's limit. Longer contexts lose their first tokens.
+        num_actors: Engines in a Ray cluster, or a Ray of this machine, that share the requests;
+            None runs one engine in this process.
         max_gen_toks: Generated tokens, where a task does not say.
         add_bos_token: Whether texts begin with the BOS token; None leaves it to the tokenizer.
         prefix_token_id: Stands before texts without a context; by default BOS, or else EOS.
@@ -55,11 +63,12 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         UnknownOptionError: A field is unknown; names one that is like it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the arguments of `--model_args`, all keyword-only
         self,
         pretrained: str,
         *,
         max_length: int | None = None,
+        num_actors: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
@@ -73,7 +82,11 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         if device is not None:
             options["device"] = device.partition(":")[0]
         config = EngineConfig(max_model_len=max_length, **options)
-        self.engine = Engine.from_pretrained(pretrained, config)
+        self.engine: Engine | ActorPool = (
+            Engine.from_pretrained(pretrained, config)
+            if num_actors is None
+            else ActorPool(pretrained, config, num_actors)
+        )
         self.tokenizer = AutoTokenizer.from_pretrained(self.engine.directory)
         self.max_length, self.max_gen_toks = self.engine.max_model_len, max_gen_toks
         self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
@@ -198,6 +211,67 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 f"{self.max_length} of both; ask for fewer"
             )
         return self.tok_encode(text)[-room:]
+
+
+class ActorPool:
+    """Engines in actors of Ray, with what `RaymoeLM` calls of an `Engine`.
+
+    Each call is a job of Ray Data, whose actors load the model and end with it. Generations have
+    a text, values and an error only.
+    """
+
+    def __init__(self, pretrained: str, config: EngineConfig, num_actors: int) -> None:
+        if type(num_actors) is not int or num_actors < 1:
+            raise ConfigError(f"num_actors is {num_actors!r:.60}; it takes a whole number from 1")
+        # Ray is slow to import, and one engine does not need it.
+        from raymoe.data.cluster import check_before_start  # noqa: PLC0415
+
+        check_before_start()
+        self._config, self._num_actors = config, num_actors
+        self.directory = resolve_model(pretrained)
+        limit = ModelSpec.from_directory(self.directory).max_model_len
+        self.max_model_len = min(limit, config.max_model_len or limit)
+
+    def score(
+        self, prompts: Sequence[list[int]], continuations: Sequence[list[int]], **_: Any
+    ) -> list[Generation]:
+        """As `Engine.score`; Ray Data shows the progress."""
+        pairs = zip(prompts, continuations, strict=True)
+        rows = [{"prompt": prompt, CONTINUATION_COLUMN: one} for prompt, one in pairs]
+        return self._run(rows, task="score")
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **_: Any
+    ) -> list[Generation]:
+        """As `Engine.generate`; Ray Data shows the progress."""
+        texts = [json.dumps(dataclasses.asdict(one)) for one in params]
+        pairs = zip(prompts, texts, strict=True)
+        return self._run([{"prompt": prompt, "sampling_params": text} for prompt, text in pairs])
+
+    def _run(self, rows: Sequence[dict[str, Any]], **options: Any) -> list[Generation]:
+        if not rows:
+            return []
+        from ray.data import from_items  # noqa: PLC0415 - as above
+
+        from raymoe.data.columns import ERROR_COLUMN  # noqa: PLC0415
+        from raymoe.data.processor import generate  # noqa: PLC0415
+        from raymoe.data.sizing import MIN_ROWS_PER_CALL  # noqa: PLC0415
+
+        num_actors = min(self._num_actors, len(rows))
+        if len(rows) < MIN_ROWS_PER_CALL * num_actors:  # else some actors would have none
+            options["batch_size"] = len(rows) // num_actors
+        dataset = generate(
+            from_items([{"index": index, **row} for index, row in enumerate(rows)]),
+            self.directory,
+            num_actors=num_actors,
+            engine_config=self._config,
+            **options,
+        )
+        answers = sorted(dataset.take_all(), key=itemgetter("index"))
+        return [
+            Generation(text=one.get("generated_text", ""), error=one[ERROR_COLUMN], values=one)
+            for one in answers
+        ]
 
 
 def _checked(generation: Generation) -> Generation:

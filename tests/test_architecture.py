@@ -71,7 +71,7 @@ MAY_IMPORT["openai"] = BASE | {
     "specs",
     "data",
 }
-MAY_IMPORT["lm_eval"] = {"errors", "config", "engine"}
+MAY_IMPORT["lm_eval"] = {"errors", "config", "specs", "memory", "engine", "data"}
 EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
@@ -93,7 +93,7 @@ PURE = {
     "chat",
 }
 ONLY_IN = {
-    "ray": {"data", "cli"},
+    "ray": {"data", "cli", "lm_eval"},
     "transformers": {"engine", "bench", "doctor", "lm_eval"},
     "llguidance": {"engine"},
     "safetensors": {"memory", "bench"},

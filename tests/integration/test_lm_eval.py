@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, UnknownOptionError
 from tests.tiny import make_checkpoint
 from tests.trained_model import save_trained, skip_without_trained
@@ -121,6 +123,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(directory, max_position_embeddings=256)  # stories are longer
 
 
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    ray.init(
+        "local",
+        num_cpus=2,
+        object_store_memory=150 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    yield
+    ray.shutdown()
+
+
 def test_metrics_are_those_of_transformers(model: Path) -> None:
     compare(model, limit=6)
 
@@ -133,6 +149,28 @@ def test_metrics_of_a_trained_model_are_those_of_transformers(tmp_path: Path) ->
 
 def test_chat_templates_and_messages_of_shots_are_those_of_transformers(model: Path) -> None:
     compare(model, limit=2, apply_chat_template=True, fewshot_as_multiturn=True)
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")
+def test_actors_find_what_one_engine_finds(model: Path, local_ray: None) -> None:
+    arguments = {"pretrained": str(model), "dtype": "float32"}
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    one = evaluate("raymoe", arguments, 4, device="cpu", **chat)
+    two = evaluate("raymoe", {**arguments, "num_actors": 2}, 4, device="cpu", **chat)
+    assert_same_results(two, one)
+
+
+def test_answers_in_the_cache_are_not_computed_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"pretrained": str(model), "dtype": "float32"}
+    options = {"device": "cpu", "use_cache": str(tmp_path / "answers")}
+    first = evaluate("raymoe", arguments, 2, **options)
+    for name in ("score", "generate"):
+        monkeypatch.delattr(Engine, name)
+    assert_same_results(evaluate("raymoe", arguments, 2, **options), first)
 
 
 def test_it_runs_from_the_command_line(model: Path, tmp_path: Path) -> None:
@@ -155,6 +193,8 @@ def test_what_it_does_not_know_is_named(model: Path) -> None:
 
     with pytest.raises(UnknownOptionError, match="dtyp"):
         RaymoeLM(str(model), dtyp="float32")
+    with pytest.raises(ConfigError, match="num_actors is 'two'; it takes a whole number"):
+        RaymoeLM(str(model), num_actors="two")
     with pytest.raises(ConfigError, match="generation_kwargs has num_beams"):
         _sampling_params({"max_gen_toks": 4, "num_beams": 3}, [])
     greedy = _sampling_params({"max_gen_toks": 4, "do_sample": False, "top_p": 0.5}, ["\n"])
