@@ -7,11 +7,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
+from raymoe.plan.policy import DevicePolicy, Policy
+from raymoe.units import MIB
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+# Of engines that page weights on a device.
+PAGED_POLICY = Policy(
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_prefill_chunk_tokens=64,
+    num_kv_blocks=32,
+    device=DevicePolicy(num_micro_batches=2, page_bytes=MIB),
+)
 VOCAB_SIZE = 264  # the 256 bytes, the special tokens, four ids that no text has
 
 

@@ -24,7 +24,6 @@ namespace {
 
 constexpr int64_t kWordBytes = 4 * kPanelColumns;  // of a panel
 constexpr float kLargestInt8 = 127.0f;
-[[maybe_unused]] constexpr int32_t kSign = std::numeric_limits<int32_t>::min();
 constexpr float kSmallest = 7.52316385e-37f;  // 2^-120: 127 divided by it is finite
 
 /// Null for rows without scale: `found` says what they are.
@@ -62,6 +61,8 @@ inline int32_t sum_of(I32 x) {
 }
 #endif
 
+constexpr int32_t kSign = std::numeric_limits<int32_t>::min();
+
 /// Sums and differences of lanes that are kStep apart, exactly as `rotate_runs` makes them.
 template <int kStep>
 inline F32 rotate_lanes(F32 x) {
@@ -76,8 +77,7 @@ inline F32 rotate_lanes(F32 x) {
   return x;
 }
 
-/// Floats of a row, rotated.
-void widen(const Int8Source& source, float* out) {
+void load_rotated(const Int8Source& source, float* out) {
   const bool is_in_vectors = source.run >= kLanes;  // and so is the whole row
   for_lanes(source.inputs, [&](int64_t i, auto part) {
     const F32 x = load(source.row + i, part);
@@ -88,7 +88,7 @@ void widen(const Int8Source& source, float* out) {
 
 void quantise_row(const Int8Source& source, float* scratch, int8_t* out, Int8Row* found) {
   const int64_t inputs = source.inputs;
-  widen(source, scratch);
+  load_rotated(source, scratch);
   const I32 magnitude = splat(0x7fffffff);
   I32 bits = splat(0);
   for_lanes(inputs, [&](int64_t i, auto part) {

@@ -248,7 +248,8 @@ void packed_linear(const LinearProblem& given) {
   const auto pool = worker_pool();
   LinearProblem problem = given;
   const PackedWeight weight{problem.packed, problem.format, problem.outputs, problem.inputs};
-  const Int8Row* rows = weight.is_int8() ? quantise_rows(&problem, weight.run(), &quantised) : nullptr;
+  const Int8Row* rows =
+      weight.is_int8() ? quantise_rows(&problem, weight.run(), &quantised) : nullptr;
   const int64_t cycles = problem.num_groups * num_panels(problem.outputs) * weight.num_words() *
                          (2 * problem.num_rows + 20);
   const int num_workers = cycles < kInlineCycles ? 1 : pool->num_threads();

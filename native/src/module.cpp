@@ -7,7 +7,6 @@
 #include <tuple>
 
 #include "panels.h"
-#include "rotation.h"
 #include "raymoe/attention.h"
 #include "raymoe/codes.h"
 #include "raymoe/elementwise.h"
@@ -25,6 +24,7 @@
 #include "raymoe/state.h"
 #include "raymoe/streams.h"
 #include "raymoe/worker_pool.h"
+#include "rotation.h"
 #include "tensor_caster.h"
 
 namespace py = pybind11;

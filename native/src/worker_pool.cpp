@@ -44,7 +44,9 @@ bool spin_until(Done done, std::chrono::microseconds limit) {
 constexpr uint64_t kOpen = uint64_t{1} << 31;
 
 constexpr uint32_t number_of(uint64_t launch) { return static_cast<uint32_t>(launch >> 32); }
-constexpr uint32_t joined_of(uint64_t launch) { return static_cast<uint32_t>(launch & (kOpen - 1)); }
+constexpr uint32_t joined_of(uint64_t launch) {
+  return static_cast<uint32_t>(launch & (kOpen - 1));
+}
 
 }  // namespace
 

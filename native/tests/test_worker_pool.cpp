@@ -46,7 +46,7 @@ void every_task_runs_once() {
     }
 }
 
-void tasks_wait_for_no_worker_that_has_none() {
+void tasks_are_done_whoever_joins() {
   WorkerPool pool(4);
   for (int launch = 0; launch < 3000; ++launch) {
     if (launch % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // all sleep
@@ -59,6 +59,18 @@ void tasks_wait_for_no_worker_that_has_none() {
     pool.run([&](int) { calls++; });
     CHECK(calls == 4);
   }
+}
+
+void a_launch_of_tasks_ends_before_all_workers_are_awake() {
+  WorkerPool pool(16);
+  int calls = 0;
+  for (int launch = 0; launch < 50; ++launch) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::atomic<int> awake{0};
+    pool.run_awake([&](int) { awake++; });
+    calls += awake;
+  }
+  CHECK(calls >= 50 && calls < 50 * 16);
 }
 
 void the_first_error_surfaces_and_the_pool_survives() {
@@ -119,7 +131,8 @@ int main() {
   every_worker_runs_once_per_launch();
   workers_that_went_to_sleep_wake_up();
   every_task_runs_once();
-  tasks_wait_for_no_worker_that_has_none();
+  tasks_are_done_whoever_joins();
+  a_launch_of_tasks_ends_before_all_workers_are_awake();
   the_first_error_surfaces_and_the_pool_survives();
   several_threads_may_launch();
   bad_sizes_are_refused();

@@ -176,6 +176,11 @@ def _logprob_cell(one: TokenLogprob) -> dict[str, Any]:
     return {"token_id": one.token_id, "logprob": one.logprob, "top": top}
 
 
+def _parsed_error(one: Generation) -> str | None:
+    """Why there is no value; rows that were refused before have no answer to read."""
+    return one.parsed_error or one.error or None
+
+
 def _choice_cell(one: Generation) -> dict[str, Any]:
     return {
         "text": one.text,
@@ -186,7 +191,7 @@ def _choice_cell(one: Generation) -> dict[str, Any]:
         REASONING_COLUMN: one.reasoning,
         CALLS_COLUMN: _call_cells(one),
         PARSED_COLUMN: one.parsed,
-        PARSED_ERROR_COLUMN: one.parsed_error or one.error or None,
+        PARSED_ERROR_COLUMN: _parsed_error(one),
     }
 
 
@@ -209,7 +214,7 @@ _CELLS: dict[str, Callable[[Generation], Any]] = {
     REASONING_COLUMN: lambda one: one.reasoning,
     CALLS_COLUMN: _call_cells,
     PARSED_COLUMN: lambda one: one.parsed,
-    PARSED_ERROR_COLUMN: lambda one: one.parsed_error or one.error or None,
+    PARSED_ERROR_COLUMN: _parsed_error,
     CHOICES_COLUMN: lambda one: [_choice_cell(sample) for sample in one.outputs],
     "generated_texts": lambda one: [sample.text for sample in one.outputs],
     "logprobs": lambda one: _logprob_cells(one.logprobs),

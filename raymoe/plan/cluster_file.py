@@ -286,7 +286,7 @@ class ClusterJob:
             return "The price of such a node is not known here."
         kind = "spot" if self.is_spot else "on demand"
         hourly = format_money(self.num_nodes * self.price, CURRENCY)
-        total = self.num_nodes * self.price * (found.loading_s + found.running_s) / 3600
+        total = found.rent(self.price, self.num_nodes)
         dated = f", prices of {self.prices_of}" if self.prices_of else ""
         return (
             f"Nodes cost {hourly} an hour ({kind}{dated}), {format_money(total, CURRENCY)} for the "

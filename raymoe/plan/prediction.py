@@ -78,8 +78,12 @@ class Prediction:
         """Cost of the nodes while they run, with the price of one."""
         return price_per_hour * num_nodes * self.running_s / 3600
 
+    def rent(self, price_per_hour: float, num_nodes: int = 1) -> float:
+        """The same with the time in which they load the model."""
+        return price_per_hour * num_nodes * (self.loading_s + self.running_s) / 3600
+
     def cost_per_million(self, price_per_hour: float, num_nodes: int = 1) -> float:
-        """The same for a million of the tokens that `tokens_per_s` counts."""
+        """Cost while they run, for a million of the tokens that `tokens_per_s` counts."""
         tokens = self.running_s * self.tokens_per_s
         return 1e6 * self.cost(price_per_hour, num_nodes) / tokens
 

@@ -264,7 +264,7 @@ def plan_in_budget(
     """
     plan = plan_with(node, 1)
     one, num_rows = Prediction.of(plan), plan.workload.num_rows
-    cost = _cost(one, 1, price_per_hour)
+    cost = one.rent(price_per_hour)
     if cost > budget:
         raise OverBudgetError(
             f"the job costs {cost:,.2f} on one {node.name} at {price_per_hour:g} an hour, and the "
@@ -274,7 +274,7 @@ def plan_in_budget(
     count = max(1, int(min(paid, one.running_s / one.loading_s, num_rows, MAX_NODES)))
     while count > 1:
         plan = plan_with(node, count)
-        cost = _cost(Prediction.of(plan, count), count, price_per_hour)
+        cost = Prediction.of(plan, count).rent(price_per_hour, count)
         if cost <= budget:
             return plan, count
         count = min(count - 1, int(count * budget / cost))
@@ -282,10 +282,6 @@ def plan_in_budget(
 
 
 LABELS = {TooLateError: "too late", OverBudgetError: "over budget"}
-
-
-def _cost(found: Prediction, num_nodes: int, price_per_hour: float) -> float:
-    return num_nodes * price_per_hour * (found.loading_s + found.running_s) / 3600
 
 
 def rank(

@@ -161,8 +161,11 @@ class Fp8Tensor(WeightFormat):
 class Int8Channel(WeightFormat):
     """Signed int8 with one scale per row, kept as float32, for products with inputs in int8.
 
-    Source: "int-quantized" with strategy "channel" of compressed-tensors 0.20. No checkpoint has
-    matrices that are rotated: products rotate inputs too, which leaves them as they are.
+    Source: "int-quantized" with strategy "channel" of compressed-tensors 0.20.
+
+    Attributes:
+        is_rotated: Of matrices that are quantised while they are loaded, never of a checkpoint:
+            they, and the inputs of their products, are multiplied by Hadamard matrices before.
     """
 
     is_rotated: bool = False

@@ -24,26 +24,18 @@ from raymoe.engine.rank_model import in_place_arena_bytes, open_weights, read_mo
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.memory.adapters import AdaptedWeights
 from raymoe.memory.weights import WatchedWeights
-from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.safe_text import harmless
 from raymoe.specs.hardware import hardware_preset
 from raymoe.units import GIB, MIB
 from tests.adapters import make_adapter
 from tests.quantised_checkpoints import checkpoints
-from tests.tiny import make_checkpoint, write_tokenizer
+from tests.tiny import PAGED_POLICY, make_checkpoint, write_tokenizer
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PARAMS = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 PROMPTS = ["one", "another one", "a third"]
 SMALL = EngineConfig(
     device="cpu", dtype="float32", host_memory_bytes=4 * GIB, num_threads=1, linger_s=0.0
-)
-POLICY = Policy(
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    max_prefill_chunk_tokens=64,
-    num_kv_blocks=32,
-    device=DevicePolicy(num_micro_batches=2, page_bytes=MIB),
 )
 
 
@@ -89,9 +81,9 @@ def test_an_engine_with_an_adapter_gives_the_tokens_of_the_merged_model(
 
 
 DEVICES = {
-    "streamed": {"schedule": "cgopipe", "policy": POLICY},
+    "streamed": {"schedule": "cgopipe", "policy": PAGED_POLICY},
     "resident": {"schedule": "resident"},
-    "two ranks": {"tensor_parallel_size": 2, "schedule": "cgopipe", "policy": POLICY},
+    "two ranks": {"tensor_parallel_size": 2, "schedule": "cgopipe", "policy": PAGED_POLICY},
 }
 
 

@@ -12,6 +12,7 @@ import ray
 
 from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, UnknownOptionError
+from tests.local_ray import LOCAL_RAY
 from tests.tiny import make_checkpoint
 from tests.trained_model import save_trained, skip_without_trained
 
@@ -125,14 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init(
-        "local",
-        num_cpus=2,
-        object_store_memory=150 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
+    ray.init("local", **LOCAL_RAY)
     yield
     ray.shutdown()
 

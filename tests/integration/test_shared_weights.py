@@ -18,22 +18,14 @@ from raymoe.engine.engine import Engine
 from raymoe.errors import ConfigError, PerformanceWarning
 from raymoe.memory import shared_file
 from raymoe.memory.weight_pages import WeightPages
-from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.units import GIB, MIB
-from tests.tiny import make_checkpoint
+from tests.tiny import PAGED_POLICY, make_checkpoint
 
-POLICY = Policy(
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    max_prefill_chunk_tokens=64,
-    num_kv_blocks=32,
-    device=DevicePolicy(num_micro_batches=2, page_bytes=MIB),
-)
 CONFIG = EngineConfig(
     device="emulated",
     dtype="float32",
     schedule="cgopipe",
-    policy=POLICY,
+    policy=PAGED_POLICY,
     host_memory_bytes=2 * GIB,
     num_threads=1,
     linger_s=0.0,
@@ -128,7 +120,7 @@ def test_two_processes_have_one_copy_and_the_same_tokens(model, tmp_path):
     first.end(kill=True)
     third = Process(model, tmp_path, is_free=True)  # takes the sizes that the first one chose
     assert third.tokens == alone.tokens
-    assert (third.schedule, third.max_num_seqs) == ("cgopipe", POLICY.max_num_seqs)
+    assert (third.schedule, third.max_num_seqs) == ("cgopipe", PAGED_POLICY.max_num_seqs)
     assert path.exists()
     second.end()
     third.end()
@@ -138,7 +130,7 @@ def test_two_processes_have_one_copy_and_the_same_tokens(model, tmp_path):
 def test_an_engine_that_is_told_other_sizes_says_so_and_loads_its_own(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_file, "DIRECTORY", tmp_path)
     shared = dataclasses.replace(CONFIG, shared_weights=True)
-    other = dataclasses.replace(shared, policy=dataclasses.replace(POLICY, max_num_seqs=4))
+    other = dataclasses.replace(shared, policy=dataclasses.replace(PAGED_POLICY, max_num_seqs=4))
     with Engine.from_pretrained(model, shared) as engine:
         expected = engine.generate(PROMPTS, PARAMS)
         with pytest.warns(PerformanceWarning, match="loads its own copy"):

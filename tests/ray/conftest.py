@@ -9,6 +9,7 @@ import ray
 import ray.data
 
 import raymoe
+from tests.local_ray import LOCAL_RAY
 from tests.tiny import make_checkpoint
 
 
@@ -24,11 +25,7 @@ def local_ray():
     path = os.pathsep.join(dict.fromkeys(map(str, places)))
     ray.init(
         "local",
-        num_cpus=2,
-        object_store_memory=150 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
+        **LOCAL_RAY,
         runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     context = ray.data.DataContext.get_current()

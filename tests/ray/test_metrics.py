@@ -15,6 +15,7 @@ import raymoe
 from raymoe.config import EngineConfig
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.observer import METRICS
+from tests.local_ray import LOCAL_RAY
 
 NEEDED = ("prometheus_client", "opentelemetry", "aiohttp_cors", "grpc")
 
@@ -36,11 +37,7 @@ def ray_with_metrics():
     path = os.pathsep.join([*dict.fromkeys(map(str, places)), os.environ.get("PYTHONPATH", "")])
     ray.init(
         "local",
-        num_cpus=2,
-        object_store_memory=150 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
+        **LOCAL_RAY,
         runtime_env={"env_vars": {"PYTHONPATH": path}},
         _system_config={"metrics_report_interval_ms": 1000},
     )

@@ -68,7 +68,8 @@ void packed_linear_op(const TensorView& x, const TensorView& packed, const CodeF
 
 /// x [T, I] bfloat16 -> codes [T, I] int8 and scales [T] float32, as rows of int8 products are.
 /// `run` inputs are rotated together before (rotation.h).
-void quantise_rows_op(const TensorView& x, int64_t run, const TensorView& codes, const TensorView& scales);
+void quantise_rows_op(const TensorView& x, int64_t run, const TensorView& codes,
+                      const TensorView& scales);
 
 /// x [T, G, I] -> out [T, G, O], bfloat16; packed [G * packed_bytes(O, I)].
 void packed_grouped_linear_op(const TensorView& x, const TensorView& packed,
