@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.specs.adapter_config import base_and_adapter
@@ -44,6 +44,8 @@ HEADS = ("auto", "none")
 DEVICES = ("auto", "cpu", "cuda", "emulated")
 LOAD_FORMATS = ("auto", "dummy")
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right")
+NumActors = int | Literal["auto"]  # engines of a job; as many as the cluster has room for
+AUTO: Final = "auto"
 
 
 Options = TypeVar("Options")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from raymoe.cli.checks import check_money
+from raymoe.cli.checks import check_money, num_actors_or_auto
 from raymoe.cli.dry_run import show_first_rows
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
@@ -31,7 +31,15 @@ from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
 from raymoe.cli.storage import Location, without_secrets
 from raymoe.cli.writers import check_apart, open_writer
-from raymoe.config import DEVICES, DTYPES, ON_TOO_LONG, EngineConfig, SamplingParams, with_base
+from raymoe.config import (
+    AUTO,
+    DEVICES,
+    DTYPES,
+    ON_TOO_LONG,
+    EngineConfig,
+    SamplingParams,
+    with_base,
+)
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
@@ -409,10 +417,11 @@ Device = Annotated[
     ),
 ]
 NumActors = Annotated[
-    int,
+    int,  # or the word "auto", which typer has no type for
     typer.Option(
-        min=1,
-        help="Run this many engines, each of which loads the model.",
+        parser=num_actors_or_auto,
+        help="Run this many engines, each of which loads the model; auto runs one on each GPU, or "
+        "on each node without one, and fewer if more would not end the job sooner.",
         metavar="N",
         rich_help_panel=MACHINE,
     ),
@@ -575,7 +584,7 @@ def run(  # noqa: PLR0913 - the options of a command
     adapter: AdapterDirectory = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    num_actors: NumActors = 1,
+    num_actors: NumActors = AUTO,  # type: ignore[assignment]  # as above
     batch_size: BatchSize = None,
     num_threads: NumThreads = None,
     tensor_parallel_size: TensorParallelSize = 1,

@@ -26,14 +26,18 @@ from raymoe.cli.resume import Lease, Written
 from raymoe.cli.sources import Source, without_written
 from raymoe.cli.stopping import Stopped, listen, stops_in_order
 from raymoe.cli.writers import RunStats, Writer, write_part
-from raymoe.config import EngineConfig
+from raymoe.config import AUTO, EngineConfig, NumActors
 from raymoe.data.address import check_address
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import num_recorded_rows
 from raymoe.data.manifest import Manifest
 from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
-from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_actor
+from raymoe.data.sizing import (
+    configure_data_context,
+    map_batches_kwargs,
+    plan_actor,
+)
 from raymoe.data.sorting import sort_by_prefix
 from raymoe.data.status import (
     GENERATE,
@@ -206,7 +210,7 @@ class Job:
     price_per_hour: float | None = None
     currency: str = CURRENCY
     settings: Pairs = ()
-    num_actors: int = 1
+    num_actors: NumActors = AUTO
     batch_size: int | None = None
     rows_in_flight: int | None = None
     preserve_order: bool = False
@@ -302,7 +306,7 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> No
 
 
 def check_model(
-    model: str, options: Mapping[str, Any], engine_config: EngineConfig, num_actors: int
+    model: str, options: Mapping[str, Any], engine_config: EngineConfig, num_actors: NumActors
 ) -> None:
     """Refuse a local model that an engine would refuse, before Ray starts.
 
@@ -328,7 +332,9 @@ def check_model(
     check_head(task, spec.head)
     open_weights(spec, directory, engine_config)
     if not has_cluster():
-        plan_actor(directory, engine_config, this_machine().share(num_actors))
+        here = this_machine()
+        of_node = here.share(here.max_actors if num_actors == AUTO else num_actors)
+        plan_actor(directory, engine_config, of_node)
 
 
 def find_manifest(job: Job) -> Manifest | None:

@@ -44,6 +44,8 @@ class Cluster:
         gpu: Hardware preset of their GPU, None if its name is unknown.
         num_generators: Generators of the pipeline, with as many actors each; None if not given.
         is_here: Whether the only node is this machine.
+        num_taken: Places of engines that other stages of the pipeline take.
+        idle: What no engine can use, for people: nodes without a GPU, GPUs of larger nodes.
     """
 
     num_nodes: int
@@ -55,6 +57,8 @@ class Cluster:
     store_bytes: float = 0
     num_generators: int | None = None
     is_here: bool = False
+    num_taken: int = 0
+    idle: tuple[str, ...] = ()
 
     @classmethod
     def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
@@ -67,7 +71,7 @@ class Cluster:
         nodes = [node["Resources"] for node in alive]
         nodes = [resources for resources in nodes if resources.get("CPU")]
         with_gpus = _with_gpus(nodes, gpus_per_actor) if device in {"auto", "cuda"} else []
-        nodes = with_gpus or nodes
+        nodes, all_nodes = with_gpus or nodes, nodes
         if not nodes:
             return cls(num_nodes=1, num_cpus=0, num_gpus=0)
 
@@ -83,7 +87,20 @@ class Cluster:
             gpu=_known_gpu(with_gpus),
             store_bytes=max(float(node.get("object_store_memory", 0)) for node in nodes),
             is_here=[node.get("NodeManagerAddress") for node in alive] == [get_node_ip_address()],
+            idle=_idle(all_nodes, with_gpus, gpus_per_actor),
         )
+
+    @property
+    def max_actors(self) -> int:
+        """Engines that have a place at once: one per GPU or GPUs, or one per node without any.
+
+        0 if other stages take all places.
+        """
+        if not self.num_gpus:
+            return max(0, self.num_nodes - self.num_taken)
+        per_node = int(self.num_gpus / self.num_nodes / self.gpus_per_actor + SMALLEST)
+        places = self.num_nodes * max(1, per_node) - self.num_taken
+        return max(1, places // self.num_generators) if self.num_generators else max(0, places)
 
     def actors_per_node(self, num_actors: int) -> int:
         """Return the number of actors on the fullest node.
@@ -144,6 +161,26 @@ def _has_ray() -> bool:
 def _with_gpus(nodes: Sequence[Mapping[str, Any]], minimum: float) -> list[Mapping[str, Any]]:
     enough = [resources for resources in nodes if resources.get("GPU", 0) >= minimum]
     return enough or [resources for resources in nodes if resources.get("GPU", 0) > 0]
+
+
+def _idle(
+    nodes: Sequence[Mapping[str, Any]],
+    with_gpus: Sequence[Mapping[str, Any]],
+    gpus_per_actor: float,
+) -> tuple[str, ...]:
+    """Return what engines leave of the nodes, as each node counts as the smallest that has one."""
+    if not with_gpus:
+        return ()
+    found = []
+    if len(nodes) > len(with_gpus):
+        found.append(f"{len(nodes) - len(with_gpus)} of {len(nodes)} nodes run none: they have "
+                     f"fewer than {gpus_per_actor:g} GPUs")  # fmt: skip
+    gpus = [float(node["GPU"]) for node in with_gpus]
+    more = sum(gpus) - len(gpus) * min(gpus)
+    if more >= gpus_per_actor:
+        found.append(f"{more:g} of {sum(gpus):g} GPUs are not used: each node counts as the "
+                     f"smallest, with {min(gpus):g}; num_actors uses more")  # fmt: skip
+    return tuple(found)
 
 
 def _known_gpu(nodes: Iterable[Mapping[str, Any]]) -> HardwareSpec | None:

@@ -143,7 +143,8 @@ class MoEEngineProcessorConfig:
     Attributes:
         model_source: A local model directory, or a name on the Hugging Face hub.
         batch_size: Rows of one call of the operator.
-        concurrency: Actors, or the fewest and the most.
+        concurrency: Actors, or the fewest and the most; None runs as many as the cluster has room
+            for.
         engine_kwargs: Fields of `EngineConfig`, or arguments of vLLM's engine that mean the same.
         should_continue_on_error: Failed rows are kept, with a reason in ``__inference_error__``.
         chat_template_stage: Whether rows have ``messages``; else they have a ``prompt``.
@@ -155,7 +156,7 @@ class MoEEngineProcessorConfig:
     model_source: str
     batch_size: int = 32
     accelerator_type: str | None = None
-    concurrency: int | tuple[int, int] = 1
+    concurrency: int | tuple[int, int] | None = None
     runtime_env: dict[str, Any] | None = None
     max_pending_requests: int | None = None
     max_concurrent_batches: int = 8
@@ -334,6 +335,8 @@ def _fields_of(config: Any) -> Row:
             "raymoe.MoEEngineProcessorConfig or ray.data.llm's vLLMEngineProcessorConfig"
         )
     given = {name: getattr(config, name) for name in _FIELDS}
+    if "concurrency" not in getattr(config, "model_fields_set", _FIELDS):
+        given["concurrency"] = None  # Ray's default of one actor is nobody's choice
     given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
     for name, why in {
         "dynamic_lora_loading_path": "a job has one adapter: give adapter in engine_kwargs",
@@ -377,16 +380,21 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
 
 def _pool_sizes(given: Mapping[str, Any]) -> Row:
     concurrency = given["concurrency"]
-    sizes = (concurrency, concurrency) if isinstance(concurrency, int) else tuple(concurrency)
-    if len(sizes) != 2 or not all(type(n) is int and n >= 1 for n in sizes) or sizes[0] > sizes[1]:
-        raise ConfigError(f"concurrency is {concurrency!r}; it takes n, or (fewest, most) from 1")
-    options: Row = {"num_actors": sizes[1]}
-    if sizes[0] < sizes[1]:
-        options["min_actors"] = sizes[0]
+    options: Row = {} if concurrency is None else _actors_of(concurrency)
     default: Any = _FIELDS["max_concurrent_batches"].default
     if given["max_concurrent_batches"] != default:
         options["rows_in_flight"] = given["max_concurrent_batches"] * given["batch_size"]
     return options
+
+
+def _actors_of(concurrency: Any) -> Row:
+    sizes = (concurrency, concurrency) if isinstance(concurrency, int) else tuple(concurrency)
+    if len(sizes) != 2 or not all(type(n) is int and n >= 1 for n in sizes) or sizes[0] > sizes[1]:
+        raise ConfigError(f"concurrency is {concurrency!r}; it takes n, or (fewest, most) from 1")
+    min_actors, max_actors = sizes
+    return {"num_actors": max_actors} | (
+        {"min_actors": min_actors} if min_actors < max_actors else {}
+    )
 
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:

@@ -1,16 +1,25 @@
 """Settings of Ray Data, and the arguments of `map_batches` that fit a model and a cluster."""
 
+import bisect
 import dataclasses
+import functools
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raymoe.config import EngineConfig, as_engine_config, as_sampling_params, with_base
-from raymoe.data.before_start import check_rows
+from raymoe.config import (
+    AUTO,
+    EngineConfig,
+    NumActors,
+    as_engine_config,
+    as_sampling_params,
+    with_base,
+)
+from raymoe.data.before_start import check_rows, generator_options
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
 from raymoe.data.tasks import read_task_of, reader_of
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
 notebook_logger = logging.getLogger("ray.data.raymoe")
 
 NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow micro-batch or a large load moves no block
+# In a row, of one operator: a node that is taken away while it loads costs one. Ray allows none.
+MAX_DEATHS_WHILE_LOADING = 3
 
 
 def configure_data_context(
@@ -88,6 +99,8 @@ def configure_data_context(
     context.memory_usage_poll_interval_s = (
         None  # the thread of each task would measure the same process
     )
+    if context.max_consecutive_actor_init_deaths == 0:
+        context.max_consecutive_actor_init_deaths = MAX_DEATHS_WHILE_LOADING
     if checkpoint_path is not None:
         context.checkpoint_config = CheckpointConfig(
             id_column=id_column, checkpoint_path=str(checkpoint_path)
@@ -154,13 +167,14 @@ DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 4
 MIN_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 DIRECTORIES = ("journal_dir", "status_dir")
+LATER = 1.1  # of the time that all take: what an actor less may cost
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
 def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-only
     model_source: str | Path,
     *,
-    num_actors: int = 1,
+    num_actors: NumActors = AUTO,
     min_actors: int | None = None,
     num_generators: int | None = None,
     rows_in_flight: int | None = None,
@@ -181,7 +195,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
-        num_actors: Engines. Those on devices of one node may share its copy of the weights.
+        num_actors: Engines; "auto": one per GPU (per `tensor_parallel_size`), or per node without
+            any, fewer if more hardly help. Those on GPUs of one node may share its weights.
         min_actors: With fewer than `num_actors`, Ray starts the others if rows wait for them.
         num_generators: Generators of the pipeline; each plans with its part of a node.
         rows_in_flight: Per actor; None chooses four times the sequences that the plan keeps live.
@@ -192,36 +207,42 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         ds: The dataset, to plan for its rows and their lengths; `workload` replaces it.
         options: Of `MoEGenerator`. A relative journal_dir or status_dir is resolved here.
     """
-    counts = {"num_actors": num_actors, "num_generators": num_generators, "min_actors": min_actors}
-    _check_counts(rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
+    counts = {"num_generators": num_generators, "min_actors": min_actors}
+    _check_counts(num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     _check_options(model_source, {**options, "engine_config": engine_config}, ds)
     model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
-    pool = (min_actors or num_actors, num_actors)
-    config = _for_rows(config, workload, pool[0])
-    cluster, num_threads = _find_cluster(config, num_gpus, num_generators), config.num_threads
-    rates = _rates_of(config, cluster, num_threads, num_actors)
-    config, plan = _plan_share(model_source, config, cluster, num_actors, rates=rates)
-    batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, num_actors)
+    cluster = _find_cluster(config, num_gpus, num_generators, ds)
+    found = pool, config, plan, job = _plan_pool(
+        model_source, config, workload, cluster, num_actors=num_actors,
+        min_actors=min_actors, batch_size=batch_size,
+    )  # fmt: skip
+    batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, pool[1])
     if rows_in_flight is None:
         calls = min(calls, _calls_of_a_share(workload, options, pool, batch_size))
-    job = _job_of(plan, config, cluster, rates, num_actors=pool)
-    _show(None if workload is None else job)
-    constructor = {"engine_config": _handed_down(config, job), "max_concurrent_calls": calls}
+    _show(workload, found, cluster)
+    engine = {"engine_config": _handed_down(config, job), "max_concurrent_calls": calls}
     return OperatorKwargs({
         "batch_size": batch_size, "batch_format": "pyarrow", "udf_modifying_row_count": False,
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
-        "num_cpus": cluster.cpus_for(num_actors) if num_cpus is None else num_cpus,
+        "num_cpus": cluster.cpus_for(pool[1]) if num_cpus is None else num_cpus,
         "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),),
-        "fn_constructor_kwargs": OperatorKwargs(constructor | _for_nodes(options), job),
+        "fn_constructor_kwargs": OperatorKwargs(engine | _for_nodes(options), job),
         "compute": _make_pool(*pool, calls),
     }, job)  # fmt: skip
 
 
-def _show(job: "JobPlan | None") -> None:
-    if job is not None:
-        notebook_logger.info("%s", job)
+def _show(workload: Workload | None, found: "PoolPlan", cluster: Cluster) -> None:
+    if workload is not None and found.job is not None:
+        notebook_logger.info("%s", found.job)
+    elif cluster.max_actors > 1 or cluster.idle:
+        notebook_logger.info("%s", "; ".join(_places(found.pool[1], cluster)))
+
+
+def _places(num_actors: int, cluster: Cluster) -> list[str]:
+    """Return how much of the cluster the actors use."""
+    return [f"actors: {num_actors}, with room for {cluster.max_actors}", *cluster.idle]
 
 
 def _check_options(
@@ -258,6 +279,7 @@ class JobPlan:
         max_actors: The most of a range; None without one.
         is_typical: Whether the rates are those of a typical core, as nobody measured the nodes.
         rates: What was measured on this machine, where the actors run; None if they run elsewhere.
+        places: Sentences on how much of the cluster the actors use; none where somebody chose.
     """
 
     plan: Plan
@@ -266,6 +288,7 @@ class JobPlan:
     num_nodes: int
     is_typical: bool
     rates: MeasuredNode | None = None
+    places: tuple[str, ...] = ()
 
     @property
     def prediction(self) -> Prediction:
@@ -297,6 +320,7 @@ class JobPlan:
         if self.max_actors is not None:
             seconds = self.seconds_with(self.max_actors)
             lines.append(f"  with {self.max_actors} actors the job takes {format_seconds(seconds)}")
+        lines += [f"  {sentence}" for sentence in self.places]
         return "\n".join(lines)
 
     @property
@@ -319,17 +343,95 @@ def plan_job(
     workload: Workload,
     cluster: Cluster,
     *,
-    num_actors: int,
+    num_actors: NumActors,
 ) -> JobPlan | None:
     """Return the plan of a job on a cluster, as its driver will make it; None if it does not fit.
 
     Args:
         model_source: A local directory.
     """
-    config = _for_rows(_with_hardware(config), workload, num_actors)
-    rates = _rates_of(config, cluster, config.num_threads, num_actors)
-    shared, actor = _plan_share(model_source, config, cluster, num_actors, rates=rates)
-    return _job_of(actor, shared, cluster, rates, num_actors=(num_actors, num_actors))
+    config = _with_hardware(config)
+    return _plan_pool(model_source, config, workload, cluster, num_actors=num_actors).job
+
+
+class PoolPlan(NamedTuple):
+    """How many actors run a job, the fewest and the most, and the plan of each if it is known."""
+
+    pool: tuple[int, int]
+    config: EngineConfig
+    actor: "ActorPlan | None"
+    job: JobPlan | None
+
+
+def _plan_pool(
+    model_source: str | Path,
+    config: EngineConfig,
+    workload: Workload | None,
+    cluster: Cluster,
+    *,
+    num_actors: NumActors,
+    min_actors: int | None = None,
+    batch_size: int | None = None,
+) -> PoolPlan:
+    """Plan for a number of actors, or for the one that the cluster has room for.
+
+    Raises:
+        ConfigError: Other stages of the pipeline take all places.
+    """
+
+    @functools.cache
+    def plan_with(count: int) -> PoolPlan:
+        pool = (min(min_actors or count, count), count)
+        share = _for_rows(config, workload, pool[0])
+        rates = _rates_of(share, cluster, config.num_threads, count)
+        share, actor = _plan_share(model_source, share, cluster, count, rates=rates)
+        return PoolPlan(pool, share, actor, _job_of(actor, share, cluster, rates, num_actors=pool))
+
+    if num_actors != AUTO:
+        return plan_with(num_actors)
+    places = count = _num_places(cluster)
+    if workload is not None:  # of fewer rows than a call has, some actors would get none
+        count = min(places, ceil_div(workload.num_rows, batch_size or MIN_ROWS_PER_CALL))
+    if workload is not None and min_actors is None:
+        count = _fewest_that_pay(count, plan_with)
+    found = plan_with(max(count, min_actors or 1))
+    if found.job is None or (places == 1 and not cluster.idle):
+        return found
+    said = _places(found.pool[1], cluster)
+    if found.pool[1] < places:
+        said[0] += ": more would hardly end the job sooner"
+    return found._replace(job=dataclasses.replace(found.job, places=tuple(said)))
+
+
+def _num_places(cluster: Cluster) -> int:
+    if cluster.max_actors:
+        return cluster.max_actors
+    raise ConfigError(
+        f"the stages before this one take all {cluster.num_taken} places of the cluster. Give each "
+        "map_batches_kwargs of the pipeline num_generators=N, so that N generators share the nodes,"
+        " or num_actors; or end one stage before the next with materialize()"
+    )
+
+
+def _fewest_that_pay(max_actors: int, plan_with: Callable[[int], PoolPlan]) -> int:
+    """Return the fewest actors with which the job ends about when it does with `max_actors`.
+
+    Each loads the model, and weights are read in each step however few rows it has.
+    """
+    if max_actors == 1:
+        return 1
+    _, _, actor, job = plan_with(max_actors)
+    if job is None or actor is None:
+        return max_actors
+    if job.plan.workload.num_rows > actor.max_num_seqs:
+        return max_actors  # with fewer, rows would wait for a place in the batch
+    limit_s = LATER * job.prediction.seconds
+
+    def is_soon(num_actors: int) -> bool:
+        fewer = plan_with(num_actors).job
+        return fewer is not None and fewer.prediction.seconds <= limit_s
+
+    return 1 + bisect.bisect_left(range(1, max_actors), True, key=is_soon)
 
 
 def _is_given(config: EngineConfig, cluster: Cluster) -> bool:
@@ -426,12 +528,36 @@ def rows_of_a_call(rows_in_flight: int, num_actors: int) -> int:
 
 
 def _find_cluster(
-    config: EngineConfig, num_gpus: float | None, num_generators: int | None
+    config: EngineConfig,
+    num_gpus: float | None,
+    num_generators: int | None,
+    ds: "Dataset | None",
 ) -> Cluster:
     device = "cpu" if num_gpus == 0 else config.device
     cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
     cluster.advise()
-    return dataclasses.replace(cluster, num_generators=num_generators)
+    cluster = dataclasses.replace(cluster, num_generators=num_generators)
+    if ds is None or num_generators is not None:
+        return cluster
+    return dataclasses.replace(cluster, num_taken=_num_taken(ds, cluster))
+
+
+def _num_taken(ds: "Dataset", cluster: Cluster) -> int:
+    """Return the places of engines that stages of actors before this one take."""
+    dag = ds._logical_plan.dag  # noqa: SLF001 - as in `find_workload`
+    stages = [
+        one
+        for one in dag.post_order_iter()
+        if isinstance(getattr(one, "compute", None), ActorPoolStrategy)
+    ]
+    if cluster.num_gpus:
+        gpus = sum(one.compute.min_size * one.ray_remote_args.get("num_gpus", 0) for one in stages)
+        return math.ceil(float(gpus) / cluster.gpus_per_actor)
+    # A node without a GPU has room for two, if it is the only one: see `Cluster.cpus_for`.
+    if cluster.num_nodes == 1:
+        return 0
+    sizes = [one.compute.min_size for one in stages if generator_options(one) is not None]
+    return sum(map(int, sizes))
 
 
 def _choose_sizes(
@@ -522,10 +648,12 @@ def _plan_share(
     return config, plan
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1")
+def _check_counts(num_actors: object, **counts: int | None) -> None:
+    for name, value in {"num_actors": num_actors, **counts}.items():
+        or_auto = f' or "{AUTO}"' if name == "num_actors" else ""
+        is_word = value is None or (or_auto and value == AUTO)
+        if not is_word and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1{or_auto}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

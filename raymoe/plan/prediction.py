@@ -53,6 +53,11 @@ class Prediction:
         )
 
     @property
+    def seconds(self) -> float:
+        """From the start of the command to its end."""
+        return self.loading_s + self.running_s + self.writing_s
+
+    @property
     def verb(self) -> str:
         return "generate" if self.generates else "read"
 

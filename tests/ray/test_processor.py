@@ -142,7 +142,8 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
     ours = MoEEngineProcessorConfig(model_source="m")
     names = [field.name for field in dataclasses.fields(ours)]
     assert sorted(names) == sorted(type(theirs).model_fields)
-    for name in set(names) - {"engine_kwargs"}:  # theirs has got the task's type
+    # Theirs has got the task's type; ours are as many as the cluster has room for.
+    for name in set(names) - {"engine_kwargs", "concurrency"}:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.engine_kwargs == {}
     parameters = inspect.signature(llm.build_processor).parameters
@@ -216,6 +217,10 @@ def test_arguments_of_vllm_become_those_of_the_engine() -> None:
     engine = options["engine_config"]
     assert (engine.dtype, engine.max_model_len, engine.max_queued_rows) == ("float16", 512, 77)
     assert (options["min_actors"], options["num_actors"]) == (2, 5)
+    for unsaid in (MoEEngineProcessorConfig, llm.vLLMEngineProcessorConfig):
+        assert "num_actors" not in build_processor(unsaid(model_source="m")).operator_kwargs
+    one = llm.vLLMEngineProcessorConfig(model_source="m", concurrency=1)
+    assert build_processor(one).operator_kwargs["num_actors"] == 1
     assert (options["rows_in_flight"], options["id_column"]) == (128, "id")
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
 

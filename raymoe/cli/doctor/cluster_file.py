@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from raymoe.cli.plan import node_of, planner_of, workload_of
+from raymoe.config import AUTO
 from raymoe.doctor.examine import Check, Examiner, Finding, Outcome, Status
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.plan.cluster_file import PLACEHOLDERS, Machine
@@ -232,7 +233,9 @@ def _node(file: ClusterFile) -> Outcome:
 
 
 def _engines(file: ClusterFile) -> Outcome:
-    given = file.option("--num-actors") or "1"
+    given = file.option("--num-actors") or AUTO
+    if given == AUTO:
+        return Outcome(f"one on each of {file.num_nodes} nodes")
     if not given.isdecimal():
         return Outcome(f"--num-actors is {given!r}", Status.FAILED, "give a whole number")
     num_actors = int(given)
