@@ -99,7 +99,7 @@ ONLY_IN = {
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
     "humming": {"kernels"},
-    "jsonschema": {"output_schema"},
+    "jsonschema": {"output_schema", "engine"},
     "typer": {"cli"},
 }
 
