@@ -25,6 +25,7 @@ MAX_MESSAGE = 300  # characters of a message of a library, which may quote much
 MAX_PARTS = 10_000  # of a schema whose references are written out
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
           list: "array", dict: "object"}  # fmt: skip
+MAX_PLACES = 4  # a float with more is written with an exponent, which no constraint takes
 _BOUNDS = ("multiple_of", "le", "lt", "ge", "gt")  # of a Decimal, which are Decimals themselves
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|[{}\[\],]|[^\s"{}\[\],]+', re.DOTALL)
 
@@ -182,9 +183,11 @@ def _schema_of_class(model: Any, what: str) -> Any:
 
         def decimal_schema(self, schema: Any) -> Any:
             places = schema.get("decimal_places")
-            given: Any = {} if places is None else {"multiple_of": 10.0**-places}
-            bounds = {name: float(schema[name]) for name in _BOUNDS if name in schema}
-            return self.float_schema({**given, **bounds, "type": "float"})
+            number: Any = {"type": "float"}
+            if places is not None and places <= MAX_PLACES:
+                number["multiple_of"] = 10.0**-places
+            number |= {name: float(schema[name]) for name in _BOUNDS if name in schema}
+            return self.float_schema(number)
 
         def set_schema(self, schema: Any) -> Any:
             return {**super().set_schema(schema), "uniqueItems": False}
