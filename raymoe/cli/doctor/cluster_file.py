@@ -67,7 +67,7 @@ class ClusterFile:
         return words[words.index(name) + 1] if name in words[:-1] else None
 
 
-class _BoundedLoader(yaml.SafeLoader):
+class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
     """Counts parts with what aliases stand for: thirty that double fill any memory."""
 
     def __init__(self, text: str) -> None:
@@ -100,7 +100,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
     """
     text = read_text(path, what="the file", max_bytes=MIB)
     try:
-        content = yaml.load(text, _BoundedLoader)  # noqa: S506 - it is a SafeLoader
+        content = yaml.load(text, _BoundedLoader)
         if isinstance(content, dict):
             if "available_node_types" in content:
                 return _of_ray(path, text, content)
