@@ -127,9 +127,10 @@ def describe(error: BaseException) -> str:
     """Return "Type: while doing this: message", cut, and such that UTF-8 can hold it."""
     try:
         message = str(error)
+        notes = [*getattr(error, "__notes__", ())]
     except Exception:  # whoever wrote the exception forgot something
-        message = "it has no message"
-    steps = [note for note in getattr(error, "__notes__", ()) if note.startswith(_STEP)]
+        message, notes = "it has no message", []
+    steps = [note for note in notes if isinstance(note, str) and note.startswith(_STEP)]
     return encodable(": ".join([type(error).__name__, *steps[:1], message]))
 
 

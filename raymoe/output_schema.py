@@ -1,33 +1,32 @@
 """Answers as values: the types of an `output_schema`, and what an answer has of them."""
 
 import dataclasses
-import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from jsonschema.exceptions import SchemaError, ValidationError, best_match
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, extend, validator_for
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
-from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from raymoe.config import SamplingParams
 from raymoe.errors import ConfigError, describe, encodable
-from raymoe.safe_text import nesting_problem
+from raymoe.safe_text import MAX_LEVELS, nesting_problem
 from raymoe.specs.files import read_own_json
 from raymoe.structured import KINDS, StructuredOutputs
 from raymoe.units import MAX_INT64
 
-MAX_MESSAGE = 300  # characters of a validator's message, which may quote the whole answer
+MAX_MESSAGE = 300  # characters of a message of a library, which may quote much
+MAX_PARTS = 10_000  # of a schema whose references are written out
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
           list: "array", dict: "object"}  # fmt: skip
+MAX_PLACES = 4  # a float with more is written with an exponent, which no constraint takes
+_BOUNDS = ("multiple_of", "le", "lt", "ge", "gt")  # of a Decimal, which are Decimals themselves
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|[{}\[\],]|[^\s"{}\[\],]+', re.DOTALL)
 
 
@@ -94,7 +93,7 @@ class OutputSchema:
         if isinstance(value, str | Path):
             value = read_own_json(Path(value), what=what)
         if model is not None:
-            value = model.model_json_schema()
+            value = _schema_of_class(model, what)
         if not isinstance(value, Mapping):
             raise ConfigError(f"{what} is a {type(value).__name__}; it takes a pydantic class, a "
                               "JSON schema, or the path of a file with one")  # fmt: skip
@@ -137,15 +136,24 @@ class OutputSchema:
                               "output_schema constrains answers already: give one")  # fmt: skip
         return params
 
-    def parse(self, text: str, finish_reason: str) -> Parsed:
-        """Return the value of an answer, or why it has none, such as "cut by max_tokens at $.a"."""
+    def parse(
+        self, text: str, finish_reason: str, find_problem: Callable[[str], str] | None = None
+    ) -> Parsed:
+        """Return the value of an answer, or why it has none, such as "cut by max_tokens at $.a".
+
+        Args:
+            find_problem: Returns where a JSON text is not valid, and why, or ""; None where the
+                answer followed the schema while it was generated: all of it is valid then, since
+                it is the beginning of a valid text, and no beginning of an object is an object.
+        """
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             return Parsed(None, _unreadable(text, finish_reason, error))
-        problem = _problem(_validator(self.text), value)
+        nesting = nesting_problem(value)  # before what recurses
+        problem = f"$ {nesting}" if nesting else find_problem(text) if find_problem else ""
         if problem:
-            return Parsed(None, problem)
+            return Parsed(None, encodable(problem))
         try:
             fitted = _fitted(value, self.root, "$")
         except _UnfitError as error:
@@ -166,12 +174,40 @@ def generation_params(params: Any, schema: OutputSchema | None) -> SamplingParam
     return SamplingParams.from_dict(constrained or {})
 
 
+def _schema_of_class(model: Any, what: str) -> Any:
+    # Who has such a class has pydantic, which raymoe does not need.
+    from pydantic.json_schema import GenerateJsonSchema  # noqa: PLC0415
+
+    class Schema(GenerateJsonSchema):
+        """A Decimal is a number, and a set an array whose equal items the class drops."""
+
+        def decimal_schema(self, schema: Any) -> Any:
+            places = schema.get("decimal_places")
+            number: Any = {"type": "float"}
+            if places is not None and places <= MAX_PLACES:
+                number["multiple_of"] = 10.0**-places
+            number |= {name: float(schema[name]) for name in _BOUNDS if name in schema}
+            return self.float_schema(number)
+
+        def set_schema(self, schema: Any) -> Any:
+            return {**super().set_schema(schema), "uniqueItems": False}
+
+        def frozenset_schema(self, schema: Any) -> Any:
+            return {**super().frozenset_schema(schema), "uniqueItems": False}
+
+    try:
+        return model.model_json_schema(schema_generator=Schema)
+    except Exception as error:  # a class may make its schema itself
+        raise ConfigError(f"{what} is a class without a JSON schema: {describe(error)}") from error
+
+
 class _Types:
     """Reads the types of a schema, and closes its objects to properties that it does not name."""
 
     def __init__(self, root: dict[str, Any], what: str) -> None:
         registry: Registry[Any] = Registry().with_resource("", DRAFT202012.create_resource(root))
         self._resolver, self._what = registry.resolver(), what
+        self._num_parts = self._depth = 0
 
     def of(self, schema: Any, where: str, references: tuple[str, ...] = ()) -> ValueType:
         """Return the type of what a part of the schema allows.
@@ -180,6 +216,22 @@ class _Types:
             where: The path of such a value in an answer.
             references: Those that led here.
         """
+        # A part counts each time that something leads to it: two references in each of twenty
+        # definitions to the next one are a million parts.
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise self._refused(f"more than {MAX_PARTS} parts, references written out,", where,
+                                "make it smaller")  # fmt: skip
+        if self._depth >= MAX_LEVELS:
+            raise self._refused(f"more than {MAX_LEVELS} levels, references among them,", where,
+                                "write it with fewer")  # fmt: skip
+        self._depth += 1
+        try:
+            return self._of_part(schema, where, references)
+        finally:
+            self._depth -= 1
+
+    def _of_part(self, schema: Any, where: str, references: tuple[str, ...]) -> ValueType:
         if not isinstance(schema, dict):
             raise self._refused(f"the schema {schema}", where, "name the type")
         if "$ref" in schema:
@@ -202,7 +254,7 @@ class _Types:
                                 "write out as many levels as answers may have")  # fmt: skip
         try:
             target = self._resolver.lookup(reference).contents
-        except Unresolvable as error:
+        except Exception as error:  # not only `Unresolvable`: such as for "http://[" or "#/enum/a"
             advice = "it must lead to a part of this schema, as #/$defs/... does"
             raise self._refused(f"$ref {reference!r:.60}", where, advice) from error
         return self.of(target, where, (*references, reference))
@@ -261,44 +313,18 @@ def _kinds(schema: Mapping[str, Any]) -> list[str]:
     return [*dict.fromkeys(_KINDS[type(value)] for value in values)]
 
 
-@functools.lru_cache(16)
-def _validator(text: str) -> Validator:
-    schema = json.loads(text)
-    kind = extend(validator_for(schema, Draft202012Validator), {"multipleOf": _multiple_of})
-    return kind(schema)
-
-
-def _problem(validator: Validator, value: Any) -> str:
-    """Return where a value is not valid, and why; "" if it is."""
-    nesting = nesting_problem(value)
-    if nesting:  # too deep to be shown
-        return f"$ {nesting}"
-    error = best_match(validator.iter_errors(value))
-    if error is None:
-        return ""
-    return encodable(f"{error.json_path}: {error.message:.{MAX_MESSAGE}}")
-
-
-def _multiple_of(
-    validator: Validator, divisor: float, value: Any, _schema: Any
-) -> Iterator[ValidationError]:
-    """Check the decimal numbers that were written; as floats, 0.29 is no multiple of 0.01."""
-    is_finite = validator.is_type(value, "number") and abs(value) < math.inf
-    if is_finite and Fraction(str(value)) % Fraction(str(divisor)):
-        yield ValidationError(f"{value} is not a multiple of {divisor}")
-
-
 def _fitted(value: Any, of: ValueType, where: str) -> Any:
-    """Return a valid value as its type has it: 2.0 as the integer 2, 2 as the number 2.0."""
+    """Return a value as its type has it: 2.0 as the integer 2, 2 as the number 2.0."""
+    _check_kind(value, of, where)
     if value is None:
         return None
     if of.item is not None:
         return [_fitted(one, of.item, f"{where}[{i}]") for i, one in enumerate(value)]
     if of.kind == "object":
         return {
-            name: _fitted(value[name], part, f"{where}.{name}")
+            name: _fitted(value.get(name), part, f"{where}.{name}")
             for name, part in of.fields
-            if name in value
+            if name in value or not part.is_nullable
         }
     try:
         if of.kind == "string":
@@ -312,6 +338,14 @@ def _fitted(value: Any, of: ValueType, where: str) -> Any:
     except OverflowError as error:
         raise _UnfitError(f"{where}: a number that does not fit 64 bits") from error
     return value
+
+
+def _check_kind(value: Any, of: ValueType, where: str) -> None:
+    is_whole = isinstance(value, float) and value.is_integer()
+    kind = "integer" if is_whole else _KINDS[type(value)]
+    is_fine = of.is_nullable if value is None else kind == of.kind
+    if not is_fine and (kind, of.kind) != ("integer", "number"):
+        raise _UnfitError(f"{where}: the type is {kind}; it takes {of.kind}")
 
 
 def _unreadable(text: str, finish_reason: str, error: Exception) -> str:
@@ -341,8 +375,9 @@ def _end_of(text: str) -> str:
 
 
 def _refusal_of_model(error: Exception) -> str:
-    first: dict[str, Any] = next(iter(error.errors()), {}) if hasattr(error, "errors") else {}
-    if not first:
+    try:
+        first = error.errors()[0]  # type: ignore[attr-defined] # pydantic's ValidationError
+        path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
+        return encodable(f"${path}: {first['msg']:.{MAX_MESSAGE}}")
+    except Exception:  # a validator's own exception may have anything under these names
         return describe(error)
-    path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"])
-    return encodable(f"${path}: {first['msg']:.{MAX_MESSAGE}}")

@@ -73,7 +73,7 @@ MAY_IMPORT["openai"] = BASE | {
 }
 MAY_IMPORT["lm_eval"] = {"errors", "config", "specs", "memory", "engine", "data"}
 EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
-MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["__main__"] = {"cli", "shadows"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}
 MAY_IMPORT["doctor"] = EVERYTHING - {"cli", "data", "report", "openai", "status_view"}
 MAY_IMPORT["cli"] = EVERYTHING
@@ -99,7 +99,7 @@ ONLY_IN = {
     "safetensors": {"memory", "bench"},
     "triton": {"kernels"},
     "humming": {"kernels"},
-    "jsonschema": {"output_schema"},
+    "jsonschema": {"output_schema", "engine"},
     "typer": {"cli"},
 }
 

@@ -95,7 +95,7 @@ def run_suite(
 
 
 def _run_contender(*arguments: str) -> Line:
-    command = [sys.executable, "-m", "raymoe.bench.contenders", *arguments]
+    command = [sys.executable, "-P", "-m", "raymoe.bench.contenders", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExecutionError(

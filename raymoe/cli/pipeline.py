@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -67,7 +68,7 @@ from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_mode
 from raymoe.periodic import Periodic
 from raymoe.plan.prediction import ROWS_OF_A_PART
 from raymoe.safe_text import harmless
-from raymoe.specs.files import check_adapter, read_config
+from raymoe.specs.files import check_adapter, local_model, read_config
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView
@@ -475,8 +476,9 @@ def _dataset(
     if job.id_column is not None and job.written is not None and job.written.num_rows:
         written = job.written
         dataset = without_written(dataset, job.id_column, written.ids, written.errors)
+    directory = local_model(job.model)  # actors work elsewhere
     arguments = map_batches_kwargs(
-        job.model,
+        job.model if directory is None else directory.absolute(),
         workload=workload,
         num_actors=job.num_actors,
         batch_size=job.batch_size,
@@ -567,21 +569,23 @@ def running_ray(*, preserve_order: bool, verbose: bool) -> Iterator[None]:
     """
     if not has_cluster():
         _ensure_token()
-    with nullcontext() if verbose else _without_stderr():
-        _start(verbose=verbose)
-    listen()
-    context = configure_data_context(preserve_order=preserve_order)
-    context.enable_progress_bars = False
-    if not verbose:
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    try:
-        yield
-    except BaseException as error:
-        # Ray Data's objects in it would start another Ray when they are collected after this one.
-        traceback.clear_frames(error.__traceback__)
-        raise
-    finally:
-        ray.shutdown()
+    # Workers look for packages in the directory in which Ray was started, and before others.
+    with tempfile.TemporaryDirectory(prefix="raymoe-ray-") as empty:
+        with contextlib.chdir(empty), nullcontext() if verbose else _without_stderr():
+            _start(verbose=verbose)
+        listen()
+        context = configure_data_context(preserve_order=preserve_order)
+        context.enable_progress_bars = False
+        if not verbose:
+            logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+        try:
+            yield
+        except BaseException as error:
+            # Ray Data's objects in it would start another Ray when they are collected after this.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            ray.shutdown()
 
 
 def _start(*, verbose: bool) -> None:

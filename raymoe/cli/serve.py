@@ -190,7 +190,7 @@ def _serve(  # noqa: PLR0913 - what `run` was given
 
     store = Store(directory)
     try:
-        command = [sys.executable, "-m", "raymoe", "generate", *arguments]
+        command = [sys.executable, "-P", "-m", "raymoe", "generate", *arguments]
         direct = DirectRequests(make_generator)
         worker = BatchWorker(
             store, command, models, max_requests=max_requests, direct=direct,

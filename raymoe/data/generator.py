@@ -37,6 +37,7 @@ from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
+from raymoe.engine.answers import AnswerReader
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
 from raymoe.engine.tokenizer import UNFINISHED, Chat, check_template_kwargs, find_stop
@@ -260,6 +261,7 @@ class MoEGenerator:
     _job: JobRows | None = None
     _template = ""  # the chat template, once the engine is open
     _parser = NO_PARSER
+    _answers: AnswerReader | None = None
     _has_finished_a_batch = _has_generated_a_batch = False
 
     @_with_known_arguments
@@ -346,9 +348,11 @@ class MoEGenerator:
         with self._calls.count(len(requests), self._engine):
             whole, num_found = self._generate(self._engine, requests)
         self._has_finished_a_batch = True
-        parts = self._split(self._engine, requests, whole)
-        if self._schema is not None:
-            parts = [generation.parsed_as(self._schema) for generation in parts]
+        engine = self._engine
+        parts = [
+            generation.after(functools.partial(self._finished, engine, request))
+            for request, generation in zip(requests, whole, strict=True)
+        ]
         if self._has_token_bytes and self._task is None:
             parts = add_token_bytes(parts, self._engine.token_bytes)
         table, generations = self._columns.append(batch, parts)
@@ -370,6 +374,8 @@ class MoEGenerator:
             self._observer.close()  # it reads the engine a last time
         if engine is not None:
             engine.close()
+        if self._answers is not None:
+            self._answers.close()
         if self._job is not None:
             self._job.close()
 
@@ -390,6 +396,7 @@ class MoEGenerator:
         """Start the engine, with an observer from before it loads, and open its journal."""
         self._calls, self._numbers = SerialCalls(config.expected_calls), RowNumbers()
         self._counts = RowCounter()
+        self._answers = None if self._schema is None else AnswerReader(self._schema)
         try:
             task = GENERATE if self._task is None else self._task.task
             self._observer = Observer(name, self._counts, status_dir=status_dir, task=task)
@@ -475,28 +482,18 @@ class MoEGenerator:
         ]
         return generations, len(known) - len(missing)
 
-    def _split(
-        self, engine: "Engine", requests: Sequence[RowRequest], generations: list[Generation]
-    ) -> list[Generation]:
-        """Split answers to chats; the journal keeps them whole, so parsers may change."""
-        if self._parser == NO_PARSER:
-            return generations
-        return [
-            self._split_row(engine, request, generation)
-            if generation.prompt_end and not generation.error
-            else generation
-            for request, generation in zip(requests, generations, strict=True)
-        ]
-
-    def _split_row(
+    def _finished(
         self, engine: "Engine", request: RowRequest, generation: Generation
     ) -> Generation:
-        try:
-            return split_generation(self._parser, request, generation, engine.decode)
-        except ExecutionError:  # the engine was closed, which is no row's fault
-            raise
-        except Exception as error:
-            return Generation.from_error(error, generation.num_input_tokens)
+        """Return an answer with its parts and its value; the journal keeps it whole.
+
+        So parsers and schemas may change.
+        """
+        if self._parser != NO_PARSER and generation.prompt_end and not generation.error:
+            generation = split_generation(self._parser, request, generation, engine.decode)
+        if self._answers is not None:
+            generation = self._answers.read(generation, request.sampling_params)
+        return generation
 
     def _fail(self, error: Exception) -> NoReturn:
         """End the process inside a Ray actor, so that Ray restarts it; raise elsewhere.

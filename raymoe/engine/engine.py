@@ -897,7 +897,9 @@ def _read_schema(
 
 
 def _parsed(generations: Sequence[Generation], schema: OutputSchema | None) -> list[Generation]:
-    return [one if schema is None else one.parsed_as(schema) for one in generations]
+    if schema is None:
+        return [*generations]
+    return [one.after(lambda row: row.parsed_as(schema)) for one in generations]
 
 
 def _is_list(values: object) -> TypeGuard[Iterable[Any]]:

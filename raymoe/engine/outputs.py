@@ -3,14 +3,14 @@
 import dataclasses
 import reprlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raymoe.errors import describe
+from raymoe.errors import ExecutionError, describe
 
 if TYPE_CHECKING:
     from raymoe.chat.tool_calls import ToolCall
@@ -87,13 +87,34 @@ class Generation:
         """Generated tokens of all samples."""
         return sum(sample.num_generated_tokens for sample in self.outputs)
 
-    def parsed_as(self, schema: "OutputSchema") -> "Generation":
-        """Return the generation and its samples with the values of their texts."""
+    def parsed_as(
+        self, schema: "OutputSchema", find_problem: Callable[[str], str] | None = None
+    ) -> "Generation":
+        """Return the generation and its samples with the values of their texts.
+
+        `find_problem` is that of `OutputSchema.parse`.
+        """
         value, error = None, self.error
         if not error:
-            value, error = schema.parse(self.text, self.finish_reason)
-        others = tuple(other.parsed_as(schema) for other in self.others)
+            value, error = schema.parse(self.text, self.finish_reason, find_problem)
+        others = tuple(other.parsed_as(schema, find_problem) for other in self.others)
         return dataclasses.replace(self, parsed=value, parsed_error=error, others=others)
+
+    def after(self, step: Callable[["Generation"], "Generation"]) -> "Generation":
+        """Return what a step makes of the answer, or its error row if the step raises.
+
+        Every step between the engine and the caller goes through here, so that what is in one
+        row costs no other row anything.
+
+        Raises:
+            ExecutionError: The engine was closed, which is no row's fault.
+        """
+        try:
+            return step(self)
+        except ExecutionError:
+            raise
+        except Exception as error:
+            return Generation.from_error(error, self.num_input_tokens)
 
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""

@@ -271,10 +271,12 @@ class ClusterJob:
         plan, workload = self.plan, self.plan.workload
         found = Prediction.of(plan, self.num_nodes)
         where = self.machine.instance or self.plan.hardware.name
-        adapter = f" with an adapter, to be copied to {self.adapter_path}," if self.adapter else ""
+        adapter = ""
+        if self.adapter_path is not None:
+            adapter = f" with an adapter, to be copied to {_name(self.adapter_path)},"
         return (
             f"The plan: {self.num_rows:,} rows of {workload.prompt_tokens:,} + "
-            f"{workload.generated_tokens:,} tokens of {self.model}{adapter} on "
+            f"{workload.generated_tokens:,} tokens of {_name(self.model)}{adapter} on "
             f"{self.num_nodes:,} x {where} ({self.machine}), {self.why_nodes}. On each node up to "
             f"{plan.policy.max_num_seqs:,} sequences at once, schedule {plan.schedule}, "
             f"{format_bytes(plan.host_bytes)} of host memory. Predicted, not measured: "
@@ -308,6 +310,8 @@ class ClusterJob:
         environment.filters |= {
             "comment": _comment,
             "command": _command,
+            "name": _name,
+            "quoted": shlex.quote,
             "scalar": _scalar,
             "shell": shlex.join,
             "bytes": format_bytes,
@@ -331,7 +335,18 @@ def _comment(text: str, indent: int = 0) -> str:
     lines = textwrap.wrap(
         text, COLUMNS - len(prefix), break_long_words=False, break_on_hyphens=False
     )
-    return textwrap.indent("\n".join(lines), prefix).lstrip()
+    return textwrap.indent("\n".join(lines), prefix).lstrip().replace(_SPACE, " ")
+
+
+_SPACE = "\0"  # of a name, until its comment has its lines
+
+
+def _name(text: str) -> str:
+    """A name within a comment: quoted, and on one line.
+
+    Otherwise the rest of a name could begin a line, as the commands do that are read again.
+    """
+    return shlex.quote(text).replace(" ", _SPACE)
 
 
 def _command(words: Sequence[str]) -> str:

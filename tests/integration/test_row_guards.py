@@ -9,8 +9,11 @@ import pytest
 from raymoe.chat import parser as chat_parser
 from raymoe.data import columns, journal
 from raymoe.data.generator import MoEGenerator
+from raymoe.engine import engine as engine_module
+from raymoe.engine.answers import AnswerReader
 from raymoe.engine.request import Request
 from raymoe.engine.tokenizer import Tokenizer
+from raymoe.output_schema import OutputSchema
 from tests.tiny import CHAT_TEMPLATE, make_checkpoint
 
 CONFIG = {"host_memory_bytes": 3 * 2**30, "dtype": "float32"}
@@ -100,6 +103,21 @@ def test_splitting_an_answer(generator, good, monkeypatch, name, words):
         monkeypatch, getattr(chat_parser, module), function, lambda *_, **__: next(calls) == BAD
     )
     assert_only_the_bad_row_is_lost(generator(batch()).to_pylist(), good, words)
+
+
+def test_reading_the_value_of_an_answer(generator, good, monkeypatch):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    monkeypatch.setattr(generator, "_answers", AnswerReader(OutputSchema.of(schema)))
+    calls = iter(range(100))
+    raise_for(monkeypatch, OutputSchema, "parse", lambda *_: next(calls) == BAD)
+    rows = generator(batch()).to_pylist()
+    assert_only_the_bad_row_is_lost(rows, good, "while reading an answer: parse broke")
+    monkeypatch.setattr(
+        engine_module, "_read_schema", lambda *args: (OutputSchema.of(schema), *args[1:])
+    )
+    calls = iter(range(100))
+    answers = generator._engine.generate(["a"] * 4, PARAMS, output_schema=schema)
+    assert [bool(one.error) for one in answers] == [i == BAD for i in range(4)]
 
 
 def test_decoding_an_answer(generator, good, monkeypatch):

@@ -1,15 +1,20 @@
 """Which schemas make columns, what answers become, and what is said where they become nothing."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import pickle
 import re
+from decimal import Decimal
+from typing import Annotated
 
 import pytest
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from raymoe.config import SamplingParams
 from raymoe.engine.outputs import Generation
+from raymoe.engine.workers.schema_worker import make_validator, problem
 from raymoe.errors import ConfigError
 from raymoe.output_schema import OutputSchema, ValueType, generation_params
 from tests.invoices import Invoice
@@ -26,6 +31,11 @@ INVOICE = {
 def of(**properties):
     """The schema of an object with these properties, all of them required."""
     return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def check(schema, text):
+    """Parse an answer of a row whose constraint was not the schema."""
+    return schema.parse(text, "stop", functools.partial(problem, make_validator(schema.text)))
 
 
 def test_a_class_and_its_schema_in_a_file_have_the_same_types(tmp_path):
@@ -72,7 +82,7 @@ def test_what_is_not_required_may_be_null_and_objects_have_no_other_properties()
     schema = of(a={"type": "object", "properties": {"b": {"type": "integer"}}})
     found = OutputSchema.of(schema)
     assert found.root.fields[0][1].fields == (("b", ValueType("integer", is_nullable=True)),)
-    assert found.parse('{"a": {"c": 1}}', "stop").error.startswith("$.a: Additional properties")
+    assert check(found, '{"a": {"c": 1}}').error.startswith("$.a: Additional properties")
     assert "additionalProperties" not in schema
 
 
@@ -180,11 +190,10 @@ SMALL = of(
 )
 def test_an_answer_that_is_not_valid_or_does_not_fit_says_where(changed, error):
     text = json.dumps({"a": 1, "b": 1, "c": "x", **changed})
-    value, found = OutputSchema.of(SMALL).parse(text, "stop")
-    assert found.startswith(error)
+    value, found = check(OutputSchema.of(SMALL), text)
+    assert found.encode().decode().startswith(error)
     assert bool(found) == bool(error)
     assert (value is None) == bool(error)
-    found.encode()
 
 
 def test_texts_that_are_no_json_are_no_values():
@@ -215,7 +224,105 @@ def test_a_class_makes_instances_and_may_refuse_more_than_its_schema():
         None, "$.numbers: Value error, the sum is odd",
     )  # fmt: skip
     assert schema.parse('{"numbers": []}', "stop") == (None, "KeyError: 'none'")
-    assert schema.parse('{"numbers": ["1"]}', "stop").error.startswith("$.numbers[0]: '1' is not")
+    assert schema.parse('{"numbers": ["1"]}', "stop") == (
+        None, "$.numbers[0]: the type is string; it takes integer",
+    )  # fmt: skip
+
+
+class OddError(Exception):
+    errors = ("no function",)
+    __notes__ = 5
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+class Odd(BaseModel):
+    a: int
+
+    @field_validator("a")
+    @classmethod
+    def check(cls, a):
+        raise {1: OddError, 2: RecursionError, 3: ExceptionGroup("b", [OddError()])}[a]
+
+
+def test_an_exception_of_a_class_s_own_is_told_like_any_other():
+    schema = OutputSchema.of(Odd)
+    assert schema.parse('{"a": 1}', "stop") == (None, "OddError: it has no message")
+    assert schema.parse('{"a": 2}', "stop").error.startswith("RecursionError")
+    assert schema.parse('{"a": 3}', "stop").error.startswith("ExceptionGroup")
+    assert schema.parse('{"a": 4}', "stop").error == "KeyError: 4"
+
+
+class Amounts(BaseModel):
+    price: Annotated[Decimal, Field(decimal_places=2, ge=Decimal("0.05"))] | None
+    names: set[str]
+    kinds: frozenset[int] = frozenset()
+
+
+def test_a_decimal_is_a_number_and_a_set_an_array():
+    schema = OutputSchema.of(Amounts)
+    assert schema.root.fields == (
+        ("price", ValueType("number", is_nullable=True)),
+        ("names", ValueType("array", item=ValueType("string"))),
+        ("kinds", ValueType("array", is_nullable=True, item=ValueType("integer"))),
+    )
+    value, error = schema.parse('{"price": 0.10, "names": ["a", "b", "a"]}', "stop")
+    assert (value, error) == (Amounts(price=Decimal("0.10"), names={"a", "b"}), "")
+    again = OutputSchema.of(schema.as_dict())
+    assert check(again, '{"price": 0.29, "names": ["a", "a"]}').error == ""
+    assert "minimum" in check(again, '{"price": 0.01, "names": []}').error
+    assert "multiple" in check(again, '{"price": 0.295, "names": []}').error
+
+
+class Handle:
+    pass
+
+
+class Opaque(BaseModel, arbitrary_types_allowed=True):
+    a: Handle
+
+
+def test_a_class_without_a_schema_is_refused():
+    with pytest.raises(ConfigError, match="output_schema is a class without a JSON schema: Pydant"):
+        OutputSchema.of(Opaque)
+
+
+def chained(count, part):
+    """Definitions, each of which is the part with the name of the next one."""
+    names = [f"d{i}" for i in range(count + 1)]
+    defs = {name: part(f"#/$defs/{after}") for name, after in itertools.pairwise(names)}
+    return {**of(a={"$ref": "#/$defs/d0"}), "$defs": {**defs, names[-1]: {"type": "integer"}}}
+
+
+def test_references_are_counted_while_they_are_followed():
+    double = chained(30, lambda after: of(x={"$ref": after}, y={"$ref": after}))
+    with pytest.raises(ConfigError, match="more than 10000 parts, references written out, at"):
+        OutputSchema.of(double)
+    with pytest.raises(ConfigError, match="more than 128 levels, references among them, at"):
+        OutputSchema.of(chained(2000, lambda after: {"$ref": after}))
+    both = chained(2000, lambda after: {"anyOf": [{"$ref": after}, {"type": "null"}]})
+    with pytest.raises(ConfigError, match="more than 128 levels"):
+        OutputSchema.of(both)
+    assert OutputSchema.of(chained(8, lambda after: of(x={"$ref": after}, y={"$ref": after})))
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "",
+        "#",
+        "#/properties/a",
+        "file:///etc/passwd",
+        "http://[",
+        "#/required/x",
+        "#none",
+        "a.json",
+    ],
+)
+def test_a_reference_to_nothing_or_to_itself_is_refused_when_it_is_read(reference):
+    with pytest.raises(ConfigError, match=re.escape(repr(reference)) + "|leads back to itself"):
+        OutputSchema.of(of(a={"$ref": reference}))
 
 
 def test_samples_have_values_of_their_own_and_error_rows_their_error():

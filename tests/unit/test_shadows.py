@@ -22,6 +22,47 @@ def test_only_files_with_the_name_of_a_package_count(tmp_path: Path) -> None:
     assert found.startswith(f"{tmp_path / 'torch.py'} hides the package 'torch'")
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["typer.py", "psutil.py", "torch/__init__.py", "click.pyc", "json.py", "email/__init__.py"],
+)
+def test_all_that_is_imported_may_be_hidden_by_files_and_directories(
+    path: str, tmp_path: Path
+) -> None:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).touch()
+    name = path.split("/", maxsplit=1)[0].split(".", maxsplit=1)[0]
+    found = shadows.find_shadow([tmp_path])
+    assert found is not None
+    assert f"hides the package {name!r}" in found
+
+
+@pytest.mark.parametrize(
+    "path", ["torch/weights.bin", "rows.py", "tests/__init__.py", "json.jsonl", "torch.py.txt"]
+)
+def test_other_files_hide_nothing(path: str, tmp_path: Path) -> None:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).touch()
+    assert shadows.find_shadow([tmp_path, tmp_path / "absent"]) is None
+    assert shadows.find_shadow([shadows.OWN.parent]) is None, "the checkout itself"
+
+
+def test_processes_of_ours_do_not_look_in_the_working_directory() -> None:
+    """Each is started with -P."""
+    for path in shadows.OWN.rglob("*.py"):
+        for part in path.read_text().split("[sys.executable, ")[1:]:
+            assert part.startswith('"-P", '), path
+
+
+def test_the_module_refuses_a_file_beside_it_before_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("print('mine')\n")
+    command = [sys.executable, "-m", "raymoe", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path / 'typer.py'} hides the package 'typer'")
+    assert not done.stdout
+
+
 @pytest.mark.parametrize("name", ["raymoe", "ray", "torch"])
 def test_a_job_beside_such_a_file_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -31,7 +72,7 @@ def test_a_job_beside_such_a_file_is_refused(
     assert cli.run(["generate", "--model", "m", "--input", "i.jsonl", "--output", "o"]) == 2
     error = capsys.readouterr().err
     assert f"{name}.py hides the package '{name}'" in error
-    assert "Rename the file" in error
+    assert "Rename it" in error
     with pytest.raises(ConfigError, match=f"{name}.py hides the package"):
         map_batches_kwargs("org/model")
     assert cli.run(["plan", "--help"]) == 0, "a plan looks for nothing here"

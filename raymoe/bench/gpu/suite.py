@@ -167,7 +167,7 @@ class PartProcesses:
             pass  # waits for it, and closes its pipes
 
     def _start(self, log: Path) -> "subprocess.Popen[str]":
-        module = [sys.executable, "-m", "raymoe.bench.gpu.part"]
+        module = [sys.executable, "-P", "-m", "raymoe.bench.gpu.part"]
         with os.fdopen(new_file(log), "w") as errors:
             process = subprocess.Popen(
                 [*module, str(self._node_file), str(self._out)],
@@ -222,7 +222,7 @@ def _ending_parts() -> Iterator[None]:
 
 
 def _measure_node(settings: NodeSettings, file: Path, log: Path) -> HardwareSpec:
-    command = [sys.executable, "-m", "raymoe.bench.gpu.node", settings.to_json(), str(file)]
+    command = [sys.executable, "-P", "-m", "raymoe.bench.gpu.node", settings.to_json(), str(file)]
     code, _ = _run(command, log, NODE_LIMIT_S)
     if code != 0:
         lines = read_text(log).splitlines() or ["no output"]

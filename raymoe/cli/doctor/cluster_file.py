@@ -16,13 +16,14 @@ from raymoe.cli.plan import node_of, planner_of, workload_of
 from raymoe.config import AUTO
 from raymoe.doctor.examine import Check, Examiner, Finding, Outcome, Status
 from raymoe.errors import ConfigError, RaymoeError
-from raymoe.plan.cluster_file import PLACEHOLDERS, Machine
+from raymoe.plan.cluster_file import KINDS, PLACEHOLDERS, Machine
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.rank import read_prices
 from raymoe.specs.files import is_hub_name, read_text
 from raymoe.specs.hardware import USABLE_FRACTION, hardware_preset
 from raymoe.units import CURRENCY, GIB, MIB, format_bytes, format_money, format_seconds, parse_bytes
 
+MAX_PARTS = 100_000
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy
 
 
@@ -67,6 +68,31 @@ class ClusterFile:
         return words[words.index(name) + 1] if name in words[:-1] else None
 
 
+class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
+    """Counts parts with what aliases stand for: thirty that double fill any memory."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_parts: dict[int, int] = {}  # of each node, by its id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias and id(node) not in self._num_parts:
+            raise yaml.composer.ComposerError(None, None, "an alias leads back to itself", mark)
+        if not is_alias:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in parts for part in pair]
+            count = 1 + sum(self._num_parts[id(part)] for part in parts)
+            if count > MAX_PARTS:
+                problem = f"more than {MAX_PARTS:,} parts, with what aliases stand for"
+                raise yaml.composer.ComposerError(None, None, problem, mark)
+            self._num_parts[id(node)] = count
+        return node
+
+
 def read_cluster_file(path: Path) -> ClusterFile:
     """Read a file for Ray's launcher, KubeRay or SkyPilot.
 
@@ -75,7 +101,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
     """
     text = read_text(path, what="the file", max_bytes=MIB)
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _BoundedLoader)
         if isinstance(content, dict):
             if "available_node_types" in content:
                 return _of_ray(path, text, content)
@@ -85,6 +111,8 @@ def read_cluster_file(path: Path) -> ClusterFile:
                 return _of_skypilot(path, text, content)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply for YAML: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{path}: {type(error).__name__} {error}: a field is missing or is not what raymoe "
@@ -100,6 +128,12 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     types = content["available_node_types"]
     (name,) = types.keys() - {content["head_node_type"]}
     worker, config = types[name], types[name]["node_config"]
+    kind = f"ray-{content['provider']['type']}"
+    if kind not in KINDS:  # Ray loads any module that a provider of another type names
+        raise ConfigError(
+            f"{path} has the provider {kind.removeprefix('ray-')!r:.60}; raymoe plan --write "
+            "writes aws and gcp"
+        )
     scheduling = config.get("scheduling", {})
     if isinstance(scheduling, list):  # as in Ray's examples
         scheduling = {name: value for each in scheduling for name, value in each.items()}
@@ -107,7 +141,7 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     inside = [one.split(":")[-1] for one in volumes]
     mounted = _mounted(content["initialization_commands"])
     return ClusterFile(
-        path=path, text=text, content=content, kind=f"ray-{content['provider']['type']}",
+        path=path, text=text, content=content, kind=kind,
         instance=config.get("InstanceType") or config.get("machineType"),
         num_nodes=min(int(worker["max_workers"]), int(content["max_workers"])),
         is_spot=config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
@@ -166,10 +200,12 @@ def _mounted(commands: Sequence[str]) -> list[str]:
 
 
 def _told(text: str, start: str) -> list[str]:
-    """The words behind the start of a command in comments; empty if none begins so."""
+    """The words behind the start of a command in comments; empty if none begins so.
+
+    Only commands are indented by three spaces.
+    """
     comments = "\n".join(_values(text.splitlines(), "#"))
-    lines = [line.strip() for line in comments.replace("\\\n", " ").splitlines()]
-    found = _values(lines, start)
+    found = _values(comments.replace("\\\n", " ").splitlines(), f"   {start}")
     return shlex.split(found[0]) if found else []
 
 
@@ -264,8 +300,15 @@ def _command(file: ClusterFile) -> Outcome:
 
 
 def _parsed(command: str, words: Sequence[str]) -> dict[str, Any]:
-    app = typer.Typer()
-    app.command()(importlib.import_module(f"raymoe.cli.{command}").run)
+    """Return the parameters that words give a command, which is not run.
+
+    Without options of typer's own, which act while they are read: --help prints and ends,
+    --install-completion writes to the files of the user's shell.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings={"help_option_names": []})(
+        importlib.import_module(f"raymoe.cli.{command}").run
+    )
     try:
         return typer.main.get_command(app).make_context(f"raymoe {command}", list(words)).params
     except UsageError as error:

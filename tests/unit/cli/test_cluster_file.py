@@ -210,3 +210,68 @@ def test_a_budget_buys_as_many_nodes_as_still_compute() -> None:
     offers = rank(prices, planner, budget=0.5 * cost(1), spot=True)
     assert [offer.label for offer in offers] == ["no spot price", "over budget"]
     assert A100 in HARDWARE_INSTANCES
+
+
+def test_doctor_reads_a_file_and_does_nothing_that_it_says(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    path = here / "cluster.yaml"
+    assert plan("--hardware", A100, "--output", "gs://jobs/out", "--write", str(path)) == 0
+    text = path.read_text()
+    (here / "provider.py").write_text(f"open({str(here / 'ran')!r}, 'w')")
+    for option in ("--install-completion", "--show-completion", "--help"):
+        for command in ("raymoe plan ", "python examples/submit_job.py -- "):
+            path.write_text(text.replace(f"#   {command}", f"#   {command}{option} "))
+            found = findings(capsys, path)
+            row = found["plan" if command.startswith("raymoe") else "command"]
+            assert row["status"] == "failed"
+            assert option in row["value"] + row["advice"]
+    path.write_text(text.replace("type: gcp", "type: external, module: provider.Provider"))
+    assert run(["doctor", str(path)]) == 2
+    assert not (here / "home").exists()
+    assert not (here / "ran").exists()
+
+
+def doubled(first: str, part: str) -> str:
+    lines = [part.replace("@", f"*a{i - 1}") for i in range(1, 40)]
+    return "\n".join(
+        [f"a0: &a0 {first}", *(f"a{i}: &a{i} {line}" for i, line in enumerate(lines, 1))]
+    )
+
+
+BOMBS = {
+    "doubled": doubled("[x]", "[@, @]"),
+    "merged": doubled("{x: 1}", "{<<: [@, @]}"),
+    "round": "a: &a [*a]",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_aliases_are_counted_before_they_are_followed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{BOMBS[name]}\navailable_node_types: {{}}\n")
+    assert run(["doctor", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "an alias leads back to itself" in error or "more than 100,000 parts, with" in error
+    path.write_text("[" * 20_000)
+    assert run(["doctor", str(path)]) == 2
+
+
+def test_names_are_quoted_in_comments_and_begin_no_line(here: Path) -> None:
+    name = "tiny " + "x" * 60 + " raymoe plan --install-completion; rm -rf $HOME"
+    (here / "tiny").rename(here / name)
+    for number, kind in enumerate(("ray-gcp", "kuberay", "skypilot")):
+        path = here / f"a; reboot {number}.yaml"
+        job = ["plan", "--model", name, *JOB, "--schedule", "resident", "--hardware", A100]
+        assert run([*job, "--output", "gs://jobs/o", "--write", str(path), "--write-as", kind]) == 0
+        lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        assert not any(
+            line.removeprefix("#").lstrip().startswith("raymoe plan --i") for line in lines
+        )
+        named = [line for line in lines if "; r" in line]
+        assert named
+        assert all(re.search(r"'[^']*; r[^']*'", line) for line in named), named

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +135,21 @@ def test_the_prediction_at_the_start_is_kept_for_the_report(tmp_path, monkeypatc
     _dataset(job, watch, None, console)
     assert noted["predicted"].startswith("about 11 s to load, ")
     assert f"predicted: {noted['predicted']}; " in console.export_text()
+
+
+def test_ray_starts_in_an_empty_directory_that_lasts_as_long_as_it(tmp_path, monkeypatch):
+    """Its workers look for packages there, before all others."""
+    (tmp_path / "cupy.py").touch()
+    monkeypatch.chdir(tmp_path)
+    places = []
+    monkeypatch.setattr(pipeline, "_ensure_token", lambda: None)
+    monkeypatch.setattr(pipeline, "listen", lambda: None)
+    monkeypatch.setattr(pipeline, "configure_data_context", lambda **_: SimpleNamespace())
+    monkeypatch.setattr(pipeline, "_start", lambda **_: places.append(Path.cwd()))
+    monkeypatch.setattr(pipeline.ray, "shutdown", lambda: places.append(places[0]))
+    with pipeline.running_ray(preserve_order=True, verbose=True):
+        assert Path.cwd() == tmp_path
+        assert places[0] != tmp_path
+        assert not [*places[0].iterdir()]
+    assert len(places) == 2
+    assert not places[0].exists()
