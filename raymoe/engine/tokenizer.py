@@ -429,10 +429,10 @@ class Tokenizer:
         return _value(self.encode_all([text])[0]) if isinstance(text, Text) else text
 
     def encode_all(self, texts: Sequence[Text]) -> list[Int32s | Exception]:
-        """Return token ids of each text, or its error.
+        """Return token ids of each text, or its error; those that exceed a room are cut to it.
 
-        For a text that exceeds its room, the result may be just the needed end, with more tokens
-        than `max_tokens`.
+        What the tokenizer adds around a text is never cut off, as in transformers: vectors and
+        answers depend on it.
         """
         self.load()
         results: list[Int32s | Exception] = [ConfigError("the prompt has no tokens")] * len(texts)
@@ -446,7 +446,43 @@ class Tokenizer:
         for index, text in enumerate(texts):
             if text.is_long:
                 results[index] = _result(self._encode_long, text)
-        return [_result(self._check_tokens, ids) for ids in results]
+        return [
+            _result(self._checked_and_cut, ids, text)
+            for ids, text in zip(results, texts, strict=True)
+        ]
+
+    def fit(self, tokens: Int32s, room: Room, *, has_special: bool) -> Int32s:
+        """Cut the tokens of a text to a room that truncates.
+
+        Args:
+            has_special: Whether the tokenizer's own tokens are around them; they stay.
+
+        Raises:
+            ConfigError: The room has no place for a token of the text.
+        """
+        if room.max_tokens is None or len(tokens) <= room.max_tokens or room.on_too_long == "error":
+            return tokens
+        prefix, suffix = self._ends(has_special=has_special)
+        num_kept = room.max_tokens - len(prefix) - len(suffix)
+        if num_kept < 1:
+            raise ConfigError(
+                f"the tokenizer adds {len(prefix) + len(suffix)} tokens to a text, and only "
+                f"{room.max_tokens} of the prompt may stay: raise max_model_len"
+            )
+        body = tokens[len(prefix) : len(tokens) - len(suffix)]
+        body = body[-num_kept:] if room.on_too_long == "truncate_left" else body[:num_kept]
+        return np.concatenate([prefix, body, suffix])
+
+    def _ends(self, *, has_special: bool) -> tuple[Int32s, Int32s]:
+        """What the tokenizer adds before and after a text."""
+        ends: list[list[int]] = [[], []]
+        if has_special:
+            assert self._facts is not None
+            ends = [self._facts["prefix"], self._facts["suffix"]]
+        return np.asarray(ends[0], np.int32), np.asarray(ends[1], np.int32)
+
+    def _checked_and_cut(self, result: Int32s | Exception, text: Text) -> Int32s:
+        return self.fit(self._check_tokens(result), text.room, has_special=text.has_special)
 
     def cut(self, text: Text) -> tuple[Text, str] | None:
         """Cut a long text near its end where a token border is certain, whatever is appended.
@@ -467,9 +503,7 @@ class Tokenizer:
 
     def join(self, head: Int32s, tail: Int32s, *, has_special: bool) -> Int32s:
         """Return the tokens of a text that was cut."""
-        assert self._facts is not None
-        ends = (self._facts["prefix"], self._facts["suffix"]) if has_special else ([], [])
-        prefix, suffix = (np.asarray(end, np.int32) for end in ends)
+        prefix, suffix = self._ends(has_special=has_special)
         return np.concatenate([prefix, head, tail, suffix])
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -663,8 +697,8 @@ class Tokenizer:
         pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
         if len(pieces) == 1:
             return _value(_try_all([text], self._encode_batch)[0])
-        ends = (self._facts["prefix"], self._facts["suffix"]) if text.has_special else ([], [])
-        found = [np.asarray(ends[is_reversed], np.int32)]
+        ends = self._ends(has_special=text.has_special)
+        found = [ends[is_reversed]]
         needed = np.inf if room.max_tokens is None else room.max_tokens
         for piece in reversed(pieces) if is_reversed else pieces:
             part = Text(piece, False, room)
@@ -677,8 +711,7 @@ class Tokenizer:
                 )
             if needed < 0:
                 break
-        else:
-            found.append(np.asarray(ends[not is_reversed], np.int32))
+        found.append(ends[not is_reversed])
         return np.concatenate(found[::-1] if is_reversed else found)
 
     def _decode_batch(

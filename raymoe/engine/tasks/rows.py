@@ -189,7 +189,7 @@ class _Pieces:
     Attributes:
         tails: Each sequence, or its end where there is a head.
         head: What all sequences begin with, to be encoded once.
-        has_special: Whether the joined sequences get the tokenizer's special tokens.
+        has_special: Whether the sequences get the tokenizer's special tokens.
     """
 
     tails: Sequence[Text | Int32s]
@@ -236,7 +236,8 @@ class RowEncoder:
             try:
                 if isinstance(one, Exception):
                     raise one
-                encoded.append(self._encode(row, self._found(one, tokens), truncates))
+                found = self._found(one, tokens)
+                encoded.append(self._encode(row, found, truncates, has_special=one.has_special))
             except Exception as error:
                 encoded.append(error)
         return encoded
@@ -300,7 +301,8 @@ class RowEncoder:
         if whole is not None:
             prompt = dataclasses.replace(whole, room=Room())
         return _Pieces(
-            tails=[prompt, *(self._join(prompt, lead, one) for one in row.continuations)]
+            tails=[prompt, *(self._join(prompt, lead, one) for one in row.continuations)],
+            has_special=whole is not None and whole.has_special,
         )
 
     def _join(self, prompt: Text | Int32s, lead: str, one: str | Sequence[int]) -> Text | Int32s:
@@ -321,7 +323,9 @@ class RowEncoder:
             prompt = _value(self._tokenizer.encode_all([text])[0])
         return np.concatenate([prompt, ids])
 
-    def _encode(self, row: TaskRow, found: Iterator[Int32s], truncates: str) -> EncodedRow:
+    def _encode(
+        self, row: TaskRow, found: Iterator[Int32s], truncates: str, *, has_special: bool
+    ) -> EncodedRow:
         first = next(found)
         if row.continuations is None:
             tokens = self._fit(first, truncates)
@@ -342,16 +346,18 @@ class RowEncoder:
                     f"the continuation {one!r:.60} has no tokens of its own after the prompt"
                 )
             num_targets = min(num_targets, len(whole) - 1)
-            tokens = whole[:-1]
-            if len(tokens) > self._max_tokens and truncates == "truncate_left":
-                tokens = tokens[-self._max_tokens :].copy()  # not a view of the whole
-            if len(tokens) > self._max_tokens or num_targets > len(tokens):
+            targets, fitted = whole[-num_targets:], whole
+            if truncates == "truncate_left":
+                room = Room(max_tokens=self._max_tokens + 1, on_too_long=truncates)
+                fitted = self._tokenizer.fit(whole, room, has_special=has_special)
+            is_whole = num_targets < len(fitted) and np.array_equal(fitted[-num_targets:], targets)
+            if len(fitted) > self._max_tokens + 1 or not is_whole:
                 raise ConfigError(
                     f"prompt and continuation have {len(whole)} tokens ({num_targets} of the "
                     f"continuation); at most {self._max_tokens + 1} fit the context: shorten them, "
                     "set on_too_long='truncate_left', or score a document without a prompt"
                 )
-            parts.append((tokens, whole[-num_targets:], "last"))
+            parts.append((fitted[:-1], targets, "last"))
         labels = None
         if self._options.task == "classify":
             labels = tuple(str(one) for one in row.continuations)

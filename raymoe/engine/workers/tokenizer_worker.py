@@ -38,6 +38,7 @@ UNFINISHED = "\ufffd"  # decoders write it for incomplete characters
 # Cuts of long texts would split a token with a letter before a space.
 LETTER_AND_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
 NUM_PROBES = 400
+NUM_END_PROBES = 20  # a tokenizer without the native library is slow
 PIECES = (
     *(
         "a",
@@ -153,10 +154,12 @@ class Codec:
             "chat_template": source,
             "special_tokens": self._tokenizer.special_tokens_map,
             "special_token_ids": self._special_token_ids(),
+            **self._find_ends(),
         }
         if self._backend is None:
             return facts | {"longest_token_bytes": None, "joint": None}, b""
-        facts |= {"longest_token_bytes": longest_token_bytes(self._backend), **self._find_joint()}
+        facts |= {"longest_token_bytes": longest_token_bytes(self._backend)}
+        facts["joint"] = self._find_joint()
         return facts, self._backend.to_str().encode()
 
     def _token_bytes(self, index: int) -> str | None:
@@ -214,7 +217,19 @@ class Codec:
             begin += count
         return {"texts": texts, "errors": errors}
 
-    def _find_joint(self) -> Message:
+    def _find_ends(self) -> Message:
+        """Return what is added before and after each text; nothing where that depends on it."""
+        lefts, _ = _probes(PIECES)
+        texts = lefts[:NUM_END_PROBES]
+        plain = self.encode(texts, has_special=False)
+        full = self.encode(texts, has_special=True)
+        before = next((i for i in range(8) if full[0][i : i + len(plain[0])] == plain[0]), 0)
+        prefix, suffix = full[0][:before], full[0][before + len(plain[0]) :]
+        if full != [[*prefix, *ids, *suffix] for ids in plain]:
+            prefix, suffix = [], []
+        return {"prefix": prefix, "suffix": suffix}
+
+    def _find_joint(self) -> str | None:
         """Whether texts can be encoded in pieces that are cut between a letter and a space.
 
         Returns what later pieces begin with: the space, nothing if the tokenizer adds a space
@@ -222,27 +237,25 @@ class Codec:
         the cut; that nothing else depends on what is beyond it (regular expressions, normalizers,
         added tokens) is tested with many texts.
         """
-        none: Message = {"joint": None, "prefix": [], "suffix": []}
         added = self._backend.get_added_tokens_decoder().values()
         names = [token.content for token in added]
         if any(map(LETTER_AND_SPACE.search, self._backend.get_vocab())) or any(
             token.rstrip and token.content[-1:].isalpha() for token in added
         ):
-            return none
+            return None
         lefts, rights = _probes([*PIECES, *names[:50]])
         wholes = [f"{left} {right}" for left, right in zip(lefts, rights, strict=True)]
         plain = self.encode(wholes, has_special=False)
         full = self.encode(wholes, has_special=True)
-        before = next((i for i in range(8) if full[0][i : i + len(plain[0])] == plain[0]), 0)
-        prefix, suffix = full[0][:before], full[0][before + len(plain[0]) :]
-        if full != [[*prefix, *ids, *suffix] for ids in plain]:
-            return none
+        ends = self._find_ends()
+        if full != [[*ends["prefix"], *ids, *ends["suffix"]] for ids in plain]:
+            return None
         first = self.encode(lefts, has_special=False)
         for joint in (" ", ""):
             second = self.encode([joint + right for right in rights], has_special=False)
             if plain == [[*a, *b] for a, b in zip(first, second, strict=True)]:
-                return {"joint": joint, "prefix": prefix, "suffix": suffix}
-        return none
+                return joint
+        return None
 
 
 def _probes(pieces: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,14 +1,15 @@
-"""Long texts in pieces, and only the end that is needed: the tokens are those of the whole text."""
+"""Long texts in pieces, and only the end that is needed: tokens are as transformers cuts them."""
 
 import array
 import random
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from raymoe.engine import tokenizer as module
+from raymoe.engine.tasks.rows import RowEncoder, TaskOptions, TaskRow
 from raymoe.engine.tokenizer import Room, Text
 from raymoe.engine.workers.tokenizer_worker import PIECES, Codec, longest_token_bytes
 from raymoe.errors import ConfigError
@@ -93,15 +94,12 @@ def test_tokens_of_the_pieces_are_those_of_the_text(pair):
 @pytest.mark.parametrize("side", ["truncate_left", "truncate_right"])
 def test_the_end_that_is_needed_is_that_of_the_whole_text(pair, side):
     ours, theirs = pair
+    theirs.truncation_side = side.removeprefix("truncate_")
     texts = make_texts(150)
     for text in texts:
-        expected = theirs.encode(text)
-        for count in (1, 7, 30, 200):
-            found = encode(ours, text, max_tokens=count, on_too_long=side)
-            if side == "truncate_left":
-                assert found[-count:] == expected[-count:]
-            else:
-                assert found[:count] == expected[:count]
+        for count in (3, 7, 30, 200):
+            expected = theirs.encode(text, truncation=True, max_length=count)
+            assert encode(ours, text, max_tokens=count, on_too_long=side) == expected
     sent = sum(ours._encoder.sent_bytes)
     assert sent < 0.8 * 4 * sum(len(text.encode()) for text in texts)
 
@@ -142,8 +140,41 @@ def test_a_text_that_is_too_long_is_encoded_no_further_than_that(directories, mo
         encode(tokenizer, "a b c d " * 125_000, max_tokens=60_000)
     assert sum(tokenizer._encoder.sent_bytes) < 200_000
     for side in ("truncate_left", "truncate_right"):
-        assert len(encode(tokenizer, "word " * 2_400_000, max_tokens=500, on_too_long=side)) > 500
+        assert len(encode(tokenizer, "word " * 2_400_000, max_tokens=500, on_too_long=side)) == 500
     assert sum(tokenizer._encoder.sent_bytes) < 400_000
+
+
+@pytest.mark.parametrize("side", ["truncate_left", "truncate_right"])
+def test_what_the_tokenizer_adds_around_a_text_is_not_cut_off(directories, monkeypatch, side):
+    """A vector that is read at an end token is of no use without it."""
+    monkeypatch.setattr(module, "WorkerProcess", WithEnds)
+    ours = module.Tokenizer(directories["llama3"], VOCAB_SIZE)
+    theirs = AutoTokenizer.from_pretrained(directories["llama3"])
+    theirs.backend_tokenizer.post_processor = ENDS
+    theirs.truncation_side = side.removeprefix("truncate_")
+    for text in ("a b " * 10, "word " * 40_000):
+        for count in (4, 20):
+            expected = theirs(text, truncation=True, max_length=count).input_ids
+            assert encode(ours, text, max_tokens=count, on_too_long=side) == expected
+            assert expected[:2] + expected[-1:] == [0, 0, 1]
+    with pytest.raises(ConfigError, match="adds 3 tokens to a text, and only 3 of the prompt"):
+        encode(ours, "a b", max_tokens=3, on_too_long=side)
+    rows = RowEncoder(ours, TaskOptions(task="classify", labels=[" yes", " no"]), 20, "lm")
+    (row,) = rows.encode([TaskRow("a b " * 40, [" yes", " no"])], truncates="truncate_left")
+    for tokens, _, _ in row.parts:
+        assert (len(tokens), [*tokens[:2]]) == (20, [0, 0])
+
+
+ENDS = processors.TemplateProcessing(
+    single="<s> <s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+)
+
+
+class WithEnds(InProcess):
+    def __init__(self, role, settings, blob=b"", **limits) -> None:
+        super().__init__(role, settings, blob, **limits)
+        if not blob:
+            self._codec._backend.post_processor = ENDS
 
 
 def joint_of(backend) -> str | None:
