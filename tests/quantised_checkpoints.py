@@ -459,6 +459,54 @@ CASES = [
         scale_dtype=torch.float32,
     ),
     QuantisedCase(
+        name="fp8 matrices, experts nvfp4, of modelopt",
+        family="qwen3_moe",
+        stored=Fp8Tensor(),
+        experts=Nvfp4(),
+        config={
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "exclude_modules": ["lm_head", "*mlp.gate"],
+                "quantized_layers": {
+                    f"model.layers.{i}.{module}": {"quant_algo": algorithm}
+                    for i in range(_QWEN3["num_hidden_layers"])
+                    for module, algorithm in (
+                        *((f"self_attn.{part}_proj", "FP8") for part in "qkvo"),
+                        ("mlp.experts", "NVFP4"),
+                    )
+                },
+            },
+        },
+        fields=_QWEN3,
+        extra=(".input_scale",),
+    ),
+    QuantisedCase(
+        name="fp8 rows, experts nvfp4, of compressed-tensors",
+        family="qwen3_moe",
+        stored=Fp8Channel(),
+        experts=Nvfp4(is_divided=True),
+        config={
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {
+                    **_group("channel", num_bits=8, type="float")["group_0"],
+                    "targets": [r"re:.*self_attn\.(q|k|v|o)_proj$"],
+                    "format": "float-quantized",
+                },
+                "group_1": {
+                    **_group("tensor_group", type="float", group_size=16)["group_0"],
+                    "targets": [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"],
+                    "format": "nvfp4-pack-quantized",
+                },
+            },
+            "ignore": ["lm_head"],
+        },
+        fields=_QWEN3,
+        scale_dtype=torch.float32,
+    ),
+    QuantisedCase(
         name="packed int4 of Ling-3.0",
         family="bailing_hybrid",
         stored=PackedInt4(32),

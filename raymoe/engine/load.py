@@ -410,7 +410,8 @@ def _with_int8(
     Raises:
         ConfigError: The device, the type of the model or these cores have no products of int8.
     """
-    is_stored = spec.quantization is not None and isinstance(spec.quantization.format, Int8Channel)
+    formats = () if spec.quantization is None else spec.quantization.formats
+    is_stored = any(isinstance(each, Int8Channel) for each in formats)
     if is_stored and device != "cpu":
         raise ConfigError(
             f"{spec.name} has weights and activations in int8 (W8A8), which cores alone multiply; "

@@ -24,7 +24,7 @@ def int8_model(spec: ModelSpec) -> ModelSpec:
         ConfigError: It is quantised in another format.
     """
     if spec.quantization is not None:
-        if isinstance(spec.quantization.format, Int8Channel):
+        if all(isinstance(each, Int8Channel) for each in spec.quantization.formats):
             return spec
         raise ConfigError(
             f"compute_dtype is 'int8', but {spec.name} is stored as {spec.quantization.name}; "

@@ -512,7 +512,9 @@ def _quantization(fields: ConfigFields, config: Mapping[str, object]) -> Quantiz
         config.get("quantization_config"), family.module_names, config.get("expert_dtype")
     )
     is_grouped = family.grouped_qkv is not None and fields.has(family.grouped_qkv)
-    if found is None or not is_grouped or not isinstance(found.format, Fp8Block):
+    if found is None or not is_grouped:
+        return found
+    if not any(isinstance(each, Fp8Block) for each in found.formats):
         return found
     # Scales of a group begin at its first row, which need not be that of a block of all rows.
     return replace(found, decoded=tuple(f"self_attn.{part}_proj.weight" for part in "qkv"))

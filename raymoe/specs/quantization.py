@@ -7,6 +7,7 @@ repetition, and there are few ways to match a name with it, so no module name ma
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
@@ -76,12 +77,23 @@ def wildcard(pattern: str) -> re.Pattern[str]:
 
 
 def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
+    names = _spellings(module)
+    return any(pattern.match(name) for pattern in patterns for name in names)
+
+
+def _spellings(module: str) -> set[str]:
+    """The names that a module may have in checkpoints and in transformers."""
     names = {module}
     for ours, theirs in _SPELLINGS:
         names |= {name.replace(ours, other) for name in names for other in theirs}
     for inner, outer in _WRAPPERS:
         names |= {outer + name.removeprefix(inner) for name in names if name.startswith(inner)}
-    return any(pattern.match(name) for pattern in patterns for name in names)
+    return names
+
+
+def _with_parents(module: str) -> Iterable[str]:
+    """The name of a module, and those of the modules around it."""
+    return accumulate(module.split("."), "{}.{}".format)
 
 
 def checked_expression(pattern: str, expression: str) -> re.Pattern[str]:
@@ -179,6 +191,9 @@ _MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
 }
 # "config_groups" repeats "quant_algo".
 _MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config_groups"})
+_MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
+_LINEAR = "Linear"  # the class of all matrices, as a target of compressed-tensors
+_NAMED_EXPERT = re.compile(r"(?<=experts\.)\d+")
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 _OF_NETWORK = re.compile(r"(\.mlp\.(?:\w+\.)?)(?:\d+\.)?(?:gate|up|down)_proj\.weight$")
 # Read by row, or so small that no method quantises them.
@@ -201,9 +216,25 @@ _ACTIVATION_SCALES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleGroup:
+    """Modules that are stored in one format, where a checkpoint has several."""
+
+    format: WeightFormat
+    names: frozenset[str] = frozenset()  # of modules, or of modules around them
+    patterns: tuple[re.Pattern[str], ...] = ()
+    has_all_others: bool = False  # those that no group names
+
+    def is_named(self, module: str) -> bool:
+        parents = {parent for name in _spellings(module) for parent in _with_parents(name)}
+        return not parents.isdisjoint(self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     method: str
-    format: WeightFormat
+    format: WeightFormat  # with `groups`, that of the first
+    # Modules by format: one that no group has is stored plainly. Empty: `format` for all.
+    groups: tuple[ModuleGroup, ...] = ()
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
     # The only ones that are quantised; None: all that are not excluded.
     included: tuple[re.Pattern[str], ...] | None = None
@@ -224,7 +255,22 @@ class Quantization:
 
     @property
     def name(self) -> str:
+        if self.groups:
+            return ", ".join(dict.fromkeys(group.format.name for group in self.groups))
         return self.format.name + (f", experts {self.experts.name}" if self.experts else "")
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """The formats of its matrices."""
+        others = () if self.experts is None else (self.experts,)
+        return tuple(group.format for group in self.groups) or (self.format, *others)
+
+    def with_formats(
+        self, change: Callable[[WeightFormat], WeightFormat], experts: WeightFormat | None
+    ) -> "Quantization":
+        """These modules in other formats; `experts` as the field."""
+        groups = tuple(replace(group, format=change(group.format)) for group in self.groups)
+        return replace(self, format=change(self.format), groups=groups, experts=experts)
 
     def with_merged(self, names: Iterable[str]) -> "Quantization":
         """These formats, where matrices of these names are decoded while they are loaded."""
@@ -254,8 +300,21 @@ class Quantization:
         is_excluded = is_matched(module, self.excluded)
         if self.included is not None:
             is_excluded |= not is_matched(module, self.included)
-        stored = self.experts if self.experts is not None and EXPERTS in name else self.format
-        return None if is_excluded else stored
+        if is_excluded:
+            return None
+        if self.groups:
+            return self._format_of_group(module)
+        return self.experts if self.experts is not None and EXPERTS in name else self.format
+
+    def _format_of_group(self, module: str) -> WeightFormat | None:
+        """A name comes before an expression, and the group that is written first before others."""
+        for group in self.groups:
+            if group.is_named(module):
+                return group.format
+        for group in self.groups:
+            if is_matched(module, group.patterns):
+                return group.format
+        return next((group.format for group in self.groups if group.has_all_others), None)
 
 
 def _network_of(name: str) -> str:
@@ -430,53 +489,115 @@ def _modelopt(config: Config) -> Quantization:
     found = config.get("quantization", config)
     if not isinstance(found, Mapping):
         raise _refusal("quantization", found, ("an object",))
-    algorithm = str(found.get("quant_algo")).upper()
-    if algorithm not in _MODELOPT:
-        raise _refusal("quant_algo", found.get("quant_algo"), tuple(_MODELOPT))
-    stored, group_size = _MODELOPT[algorithm]
-    accepted: dict[str, tuple[object, ...]] = {
-        "group_size": (group_size, None, 0),
-        "quantized_layers": (None, {}),
-    }
-    _check(found, accepted, _MODELOPT_FIELDS)
+    groups: tuple[ModuleGroup, ...] = ()
+    if str(found.get("quant_algo")).upper() == _MIXED:
+        _check(found, {"group_size": (NVFP4_COLUMNS, None, 0)}, _MODELOPT_FIELDS | {_LAYERS})
+        groups = _groups_of_layers(found.get(_LAYERS))
+        stored = groups[0].format
+    else:
+        stored = _modelopt_format(found, (*_MODELOPT, _MIXED))
     names = [*_names(found, "exclude_modules"), *_names(found, "ignore")]
     return Quantization(
         method="modelopt",
         format=stored,
+        groups=groups,
         excluded=tuple(map(wildcard, names)),
         is_head_plain=False,
         unread=_ACTIVATION_SCALES,
     )
 
 
+def _modelopt_format(config: Config, algorithms: tuple[str, ...]) -> WeightFormat:
+    algorithm = str(config.get("quant_algo")).upper()
+    if algorithm not in _MODELOPT:
+        raise _refusal("quant_algo", config.get("quant_algo"), algorithms)
+    stored, group_size = _MODELOPT[algorithm]
+    accepted: dict[str, tuple[object, ...]] = {
+        "group_size": (group_size, None, 0),
+        _LAYERS: (None, {}),
+    }
+    _check(config, accepted, _MODELOPT_FIELDS)
+    return stored
+
+
+def _groups_of_layers(layers: object) -> tuple[ModuleGroup, ...]:
+    """The modules of each format in "quantized_layers", which names modules one by one."""
+    if not isinstance(layers, Mapping) or not layers:
+        raise _refusal(_LAYERS, layers, ("an object with a format for each module",))
+    formats: dict[str, WeightFormat] = {}
+    for name, entry in layers.items():
+        if not isinstance(entry, Mapping):
+            raise _refusal(f"{_LAYERS}.{name}", entry, ("an object",))
+        _add_name(formats, str(name), _modelopt_format(entry, tuple(_MODELOPT)))
+    return _groups_of_names(formats)
+
+
+def _add_name(formats: dict[str, WeightFormat], name: str, stored: WeightFormat) -> None:
+    """Say the format of a module; the experts of a layer have one name, as in `format_of`."""
+    name = _NAMED_EXPERT.sub("0", name, count=1)
+    if formats.setdefault(name, stored) != stored:
+        raise UnsupportedModelError(
+            f"quantization_config: {name!r} is {formats[name].name} and {stored.name}; the experts "
+            "of a layer must be stored in the same format"
+        )
+
+
+def _groups_of_names(formats: Mapping[str, WeightFormat]) -> tuple[ModuleGroup, ...]:
+    return tuple(
+        ModuleGroup(
+            format=stored, names=frozenset(name for name in formats if formats[name] == stored)
+        )
+        for stored in dict.fromkeys(formats.values())
+    )
+
+
 def _compressed_tensors(config: Config) -> Quantization:
     accepted: dict[str, tuple[object, ...]] = {
-        "format": tuple(_LAYOUTS),
+        "format": (*_LAYOUTS, "mixed-precision"),
         "sparsity_config": (None, {}),
         "transform_config": (None, {}),
     }
     _check(config, accepted, _TENSORS_FIELDS)
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _refusal("config_groups", groups, ("one group",))
-    (group,) = groups.values()
-    if not isinstance(group, Mapping):
-        raise _refusal("config_groups", groups, ("one group",))
-    layout = str(config.get("format"))
-    _check(
-        group,
-        {"targets": (["Linear"],), "output_activations": (None,), "format": (None, layout)},
-        {"weights", "input_activations"},
-    )
-    if layout == "int-quantized":
-        _check_int8_activations(group.get("input_activations"))
-    names = _names(config, "ignore")
+    found = config.get("config_groups")
+    if not isinstance(found, Mapping) or not found:
+        raise _refusal("config_groups", found, ("an object with groups",))
+    groups = tuple(_tensors_group(group, config.get("format")) for group in found.values())
+    has_one_format = len(groups) == 1 and groups[0].has_all_others
     return Quantization(
         method="compressed-tensors",
-        format=_weights_format(group.get("weights"), layout),
-        excluded=tuple(map(name_or_expression, names)),
+        format=groups[0].format,
+        groups=() if has_one_format else groups,
+        excluded=tuple(map(name_or_expression, _names(config, "ignore"))),
         is_head_plain=False,
         unread=_ACTIVATION_SCALES,
+    )
+
+
+def _tensors_group(group: object, layout: object) -> ModuleGroup:
+    """A group of compressed-tensors, whose "format" comes before that of all groups."""
+    if not isinstance(group, Mapping):
+        raise _refusal("config_groups", group, ("objects",))
+    layouts = tuple(_LAYOUTS) if layout == "mixed-precision" else (layout,)
+    own = layout if group.get("format") is None else group.get("format")
+    if own not in layouts:
+        raise _refusal("config_groups.format", own, layouts)
+    used = {"weights", "input_activations", "targets", "format"}
+    _check(group, {"output_activations": (None,)}, used)
+    if own == "int-quantized":
+        _check_int8_activations(group.get("input_activations"))
+    stored = _weights_format(group.get("weights"), str(own))
+    targets = _names(group, "targets")
+    if not targets:
+        raise _refusal("config_groups.targets", targets, ("names of modules", "'Linear'"))
+    names: dict[str, WeightFormat] = {}
+    for target in targets:
+        if not target.startswith("re:") and target != _LINEAR:
+            _add_name(names, target, stored)
+    return ModuleGroup(
+        format=stored,
+        names=frozenset(names),
+        patterns=tuple(name_or_expression(each) for each in targets if each.startswith("re:")),
+        has_all_others=_LINEAR in targets,
     )
 
 

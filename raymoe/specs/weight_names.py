@@ -188,9 +188,8 @@ def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
     if found is None:
         return spec
     experts = [name for name in stored if f".{EXPERTS.removeprefix('mlp.')}" in name]
-    found = replace(
-        found,
-        format=_with_suffix(found.format, stored),
+    found = found.with_formats(
+        lambda form: _with_suffix(form, stored),
         experts=None if found.experts is None else _with_suffix(found.experts, experts),
     )
     return replace(spec, quantization=found)

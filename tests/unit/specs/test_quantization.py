@@ -187,6 +187,24 @@ MXFP8 = {
     ],
 }
 
+
+def mixed(layers: dict[str, Any]) -> dict[str, Any]:
+    """Several formats of modelopt, each module named."""
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "exclude_modules": ["lm_head"],
+        "quantized_layers": layers,
+    }
+
+
+def tensors(*groups: tuple[dict[str, Any], list[str]]) -> dict[str, Any]:
+    """Several groups of compressed-tensors, each with its targets."""
+    found = {f"group_{i}": group | {"targets": names} for i, (group, names) in enumerate(groups)}
+    return KIMI_INT4 | {"format": "mixed-precision", "config_groups": found, "ignore": []}
+
+
+FP8_ROWS_GROUP = CHANNELS["config_groups"]["group_0"] | {"format": "float-quantized"}
 ATTENTION = "model.layers.3.self_attn.q_proj.weight"
 LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
 ROUTER = "model.layers.3.mlp.gate.weight"
@@ -271,6 +289,65 @@ def test_experts_may_have_a_format_of_their_own(config, experts, others) -> None
     assert {quantization.format_of(name) for name in (ATTENTION, SHARED, DENSE)} == {others}
     assert quantization.format_of(ROUTER) is None
     assert quantization.name == f"{others.name}, experts {experts.name}"
+
+
+@pytest.mark.parametrize(
+    ("config", "formats"),
+    [
+        (  # Nemotron: sparse, a module that is not named is plain
+            mixed(
+                {
+                    "model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.layers.3.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+                }
+            ),
+            {ATTENTION: Fp8Tensor(), EXPERT: Nvfp4(), LATENT: None, SHARED: None, DENSE: None},
+        ),
+        (  # MiniMax-M3: experts named one by one, by the names of its class
+            mixed(
+                {
+                    "language_model.model.layers.3.self_attn.q_proj": {"quant_algo": "MXFP8"},
+                    **{
+                        f"language_model.model.layers.3.block_sparse_moe.experts.{i}.w2": {
+                            "quant_algo": "NVFP4"
+                        }
+                        for i in range(9)
+                    },
+                }
+            ),
+            {ATTENTION: Mxfp8(), EXPERT: Nvfp4(), SHARED: None},
+        ),
+        (  # expressions that overlap: the first group has the module
+            tensors(
+                (FP8_ROWS_GROUP, [r"re:.*self_attn\.(q|k|v|o)_proj$", "re:.*layers.0.mlp.*"]),
+                (NVFP4_GROUP, [r"re:.*mlp\..*(gate|up|down)_proj$"]),
+            ),
+            {
+                ATTENTION: Fp8Channel(),
+                DENSE: Fp8Channel(),
+                EXPERT: Nvfp4(is_divided=True),
+                "lm_head.weight": None,
+            },
+        ),
+        (  # a name, an expression and the class of all, against their order
+            tensors(
+                (NVFP4_GROUP, ["Linear"]),
+                (GROUP | {"format": "pack-quantized"}, ["re:.*layers.3.*"]),
+                (FP8_ROWS_GROUP, ["model.layers.3.self_attn.q_proj", "lm_head"]),
+            ),
+            {
+                ATTENTION: Fp8Channel(),
+                "lm_head.weight": Fp8Channel(),
+                EXPERT: PackedInt4(32),
+                DENSE: Nvfp4(is_divided=True),
+            },
+        ),
+    ],
+)
+def test_modules_have_the_format_of_their_group(config, formats) -> None:
+    quantization = read(config)
+    assert {name: quantization.format_of(name) for name in formats} == formats
+    assert all(each.name in quantization.name for each in quantization.formats)
 
 
 def test_the_type_of_experts_may_be_said_beside_what_says_that_there_are_codes() -> None:
@@ -468,8 +545,20 @@ def weights(**fields: Any) -> dict[str, Any]:
         (MXFP8 | {"moe_quant_algo": "MXFP4"}, "moe_quant_algo = 'MXFP4'.*'NVFP4'"),
         (MXFP8 | {"moe_quant_format": "pack-quantized"}, "moe_quant_format"),
         (KIMI_INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-        (KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP}}, "one group"),
-        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"targets": ["Conv2d"]}}}, "targets"),
+        (KIMI_INT4 | {"config_groups": {}}, "config_groups"),
+        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"targets": []}}}, "targets"),
+        (KIMI_INT4 | {"format": "mixed-precision"}, "config_groups.format"),
+        (mixed({}), "quantized_layers"),
+        (mixed({"model.layers.0.mlp": {"quant_algo": "W4A8_AWQ"}}), "W4A8_AWQ"),
+        (
+            mixed(
+                {
+                    "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"},
+                    "model.layers.0.mlp.experts.1.up_proj": {"quant_algo": "FP8"},
+                }
+            ),
+            "same format",
+        ),
         (KIMI_INT4 | {"config_groups": {"a": GROUP | {"weights": None}}}, "weights = None"),
         (KIMI_INT4 | weights(num_bits=8), "num_bits = 8"),
         (KIMI_INT4 | weights(type="float"), "type = 'float'"),
