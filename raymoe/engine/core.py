@@ -254,6 +254,8 @@ class EngineCore:
         if not self.scheduler.has_work:
             return
         next_step = self.scheduler.next_step()
+        if next_step is None:  # all that kept their blocks are late: `_sample_late` waits for them
+            return
         for sample in self.scheduler.admitted:
             try:
                 self._admit(sample)

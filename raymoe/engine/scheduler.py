@@ -269,8 +269,12 @@ class Scheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_step(self) -> SchedulerOutput:
-        """Assemble the next step; there must be work. `admitted` says who joined."""
+    def next_step(self) -> SchedulerOutput | None:
+        """Assemble the next step; there must be work. `admitted` says who joined.
+
+        None if the sequences that keep their blocks all wait for their next token, which is chosen
+        outside of a step.
+        """
         self.admitted = []
         if self._admission is not None:
             self._admission.begin_step()
@@ -281,7 +285,10 @@ class Scheduler:
             self._admit()
         slots = self.table.live_slots()
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
-        assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
+        if not num_scheduled_tokens.any():
+            waits = self.table.num_computed_tokens[slots] == self.table.num_tokens[slots]
+            assert waits.any(), "there is work, but no sequence fits"
+            return None
         copies = () if self._snapshots is None else self._snapshots.begin_step()
         windows, computed = self._windows, self.table.num_computed_tokens[slots]
         if windows is None:
@@ -379,7 +386,8 @@ class Scheduler:
         budget = self.policy.max_num_batched_tokens - int(
             self._num_scheduled_tokens(self.table.live_slots()).sum()
         )
-        if budget <= 0 or not self._waiting:
+        has_slot = self.table.num_live < self.policy.max_num_seqs
+        if budget <= 0 or not self._waiting or not has_slot:
             return
         candidates, num_before = self._candidates(), len(self.admitted)
         for sample in candidates[: self._num_admissible(candidates)]:

@@ -224,6 +224,20 @@ def test_a_free_slot_is_filled_in_the_next_pass():
     assert len(bench.results) == 4
 
 
+def test_no_prefix_is_looked_up_while_no_slot_is_free():
+    bench = Bench(small_policy(max_num_seqs=2, num_kv_blocks=64))
+    for prompt in prompts_of([60] * 40):
+        bench.add(prompt, max_tokens=4, ignore_eos=True)
+    bench.core.step()
+    scheduler = bench.core.scheduler
+    find, found = scheduler.pool.num_found, []
+    scheduler.pool.num_found = lambda keys: found.append(len(keys)) or find(keys)
+    bench.core.step()
+    assert (scheduler.table.num_live, found) == (2, [])
+    bench.run()
+    assert found
+
+
 def test_rows_of_few_tokens_fill_all_slots():
     bench = Bench(small_policy(max_num_seqs=2048, num_kv_blocks=4096, max_num_batched_tokens=8192))
     for prompt in prompts_of([2] * 6000):
