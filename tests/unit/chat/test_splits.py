@@ -187,7 +187,14 @@ def test_calls_come_back_and_cut_ones_stay_text(parser, seed):
     choose = random.Random(f"{parser}{seed}")
     found, said = calls(choose), text(choose) if choose.random() < 0.7 else ""
     written = WRITE[parser](found).strip()
-    expected = tuple(ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in found)
+    expected = tuple(
+        ToolCall(
+            name,
+            json.dumps(given, ensure_ascii=False),
+            f"functions.{name}:{index}" if parser == "kimi_k2" else "",
+        )
+        for index, (name, given) in enumerate(found)
+    )
     whole = f"{said}\n\n{written}" if said else written
     assert split_tool_calls(parser, whole, TOOLS) == (said, expected)
     assert split_tool_calls(parser, said, TOOLS) == (said, ())
@@ -230,8 +237,126 @@ def test_a_malformed_call_stays_text_beside_a_good_one(parser):
 
 def test_mistral_names_before_arguments():
     written = '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}'
-    found = (ToolCall("f", '{"a": 1}'), ToolCall("g", "{}"))
+    found = (ToolCall("f", '{"a": 1}'), ToolCall("g", "{}", "x1"))
     assert split_tool_calls("mistral", written) == ("", found)
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "flag": {"type": "boolean"},
+        "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "zip": {"oneOf": [{"type": "string"}, {"type": "null"}]},
+        "year": {"type": ["string", "null"]},
+        "size": {"$ref": "#/$defs/Size"},
+        "loop": {"$ref": "#/properties/loop"},
+        "away": {"$ref": "https://example.com/x"},
+        "grade": {"enum": ["7", None]},
+        "both": {"enum": [7, "8"]},
+        "level": {"const": "1"},
+        "count": {"allOf": [{"type": "integer"}, {"minimum": 0}]},
+        "either": {"type": ["string", "integer"]},
+        "old": {"type": "string", "nullable": True},
+        "tags": {"type": "array"},
+        "free": {"description": "anything"},
+    },
+    "$defs": {"Size": {"$ref": "#/$defs/Text"}, "Text": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("flag", "True", True), ("flag", "false", False), ("flag", "maybe", "maybe"),
+        ("maybe", "None", None), ("maybe", "null", None), ("maybe", "False", False),
+        ("zip", "01234", "01234"), ("zip", "12345", "12345"), ("zip", "null", None),
+        ("year", "2026", "2026"), ("year", "None", None), ("size", "10", "10"),
+        ("loop", "1", 1), ("away", "1", 1), ("grade", "7", "7"), ("grade", "null", None),
+        ("both", "7", 7), ("both", "8", "8"), ("level", "1", "1"), ("count", "3", 3),
+        ("count", "3.0", 3.0), ("either", "5", 5), ("either", "True", "True"),
+        ("old", "null", None), ("old", "5", "5"), ("tags", '["a"]', ["a"]), ("free", "5", 5),
+        ("free", "x", "x"), ("unknown", "None", None),
+    ],
+)  # fmt: skip
+def test_values_without_types_are_those_of_the_schema(name, written, value):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    whole = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>{written}</arg_value></tool_call>"
+    _, (call,) = split_tool_calls("glm45", whole, tools)
+    assert repr(json.loads(call.arguments)) == repr({name: value})
+
+
+def test_parameters_may_be_behind_a_reference():
+    parameters = {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"q": {"type": "string"}}}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    whole = "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>5</arg_value></tool_call>"
+    _, (call,) = split_tool_calls("glm45", whole, tools)
+    assert json.loads(call.arguments) == {"q": "5"}
+
+
+def test_unions_that_name_each_other_are_read_once():
+    each = {f"T{i}": {"anyOf": [{"$ref": f"#/$defs/T{j}"} for j in range(40)]} for i in range(40)}
+    parameters = {"properties": {"q": {"$ref": "#/$defs/T0"}}, "$defs": each}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    whole = "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>5</arg_value></tool_call>"
+    _, (call,) = split_tool_calls("glm45", whole, tools)
+    assert json.loads(call.arguments) == {"q": 5}
+
+
+FRAMES = {
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "minimax_m2": ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    "qwen3_coder": ("<tool_call>\n", "</tool_call>\n"),
+}
+
+
+@pytest.mark.parametrize("left_out", ["begin", "end", "both"])
+@pytest.mark.parametrize("parser", FRAMES)
+def test_calls_whose_frame_is_left_out_count_if_the_row_has_the_tool(parser, left_out):
+    begin, end = FRAMES[parser]
+    whole = WRITE[parser]([("get_weather", {"city": "Bern"}), ("a.b_2", {})])
+    if left_out != "end":
+        whole = whole.replace(begin, "")
+    if left_out != "begin":
+        whole = whole.replace(end, "")
+    kept, found = split_tool_calls(parser, f"I look.\n\n{whole}", TOOLS)
+    assert (kept, [one.name for one in found]) == ("I look.", ["get_weather", "a.b_2"])
+    assert json.loads(found[0].arguments) == {"city": "Bern"}
+    others = [{"type": "function", "function": {"name": "other"}}]
+    if left_out == "both":
+        assert split_tool_calls(parser, whole, others) == (whole, ())
+
+
+def test_json_alone_or_without_an_end_counts_if_the_row_has_the_tool():
+    call = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    expected = (ToolCall("get_weather", '{"city": "Bern"}'),)
+    assert split_tool_calls("hermes", call, TOOLS) == ("", expected)
+    assert split_tool_calls("hermes", f"a <tool_call>\n{call}", TOOLS) == ("a", expected)
+    assert split_tool_calls("mistral", f"[{call}]", TOOLS) == ("", expected)
+    for text in (f"It is {call}", '{"name": "Bern", "parameters": {}}', '["a"]', "{"):
+        assert split_tool_calls("hermes", text, TOOLS) == (text, ())
+
+
+def test_a_mark_that_is_only_spoken_of_hides_no_call():
+    good = WRITE["hermes"]([("get_weather", {})])
+    kept, found = split_tool_calls("hermes", f"I write <tool_call> now.\n{good}", TOOLS)
+    assert kept == "I write <tool_call> now."
+    assert [one.name for one in found] == ["get_weather"]
+    inside = WRITE["hermes"]([("get_weather", {"city": "<tool_call>"})])
+    _, (call,) = split_tool_calls("hermes", inside, TOOLS)
+    assert json.loads(call.arguments) == {"city": "<tool_call>"}
+
+
+@pytest.mark.parametrize(
+    ("parser", "form"),
+    [("hermes", "<tool_call>{}</tool_call>"), ("mistral", "[TOOL_CALLS][{}]")],
+)
+def test_absent_arguments_are_none(parser, form):
+    for call in ('{"name": "f"}', '{"name": "f", "arguments": null}'):
+        whole = form.format(call)
+        assert split_tool_calls(parser, whole) == ("", (ToolCall("f", "{}"),))
 
 
 def test_harmony_role_with_a_recipient():
