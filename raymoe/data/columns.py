@@ -41,7 +41,7 @@ REASONING_COLUMN, CALLS_COLUMN = "reasoning_text", "tool_calls"
 PARSED_COLUMN, PARSED_ERROR_COLUMN = "parsed", "parsed_error"
 BYTES_COLUMN = "token_bytes"
 _BYTES = pa.list_(pa.struct([("token_id", pa.int32()), ("bytes", pa.binary())]))
-_CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
+_CALLS = pa.list_(pa.struct([(name, pa.string()) for name in ("name", "arguments", "id")]))
 _SCALARS = {
     "string": pa.string(),
     "integer": pa.int64(),
@@ -199,8 +199,11 @@ def _value_cell(name: str) -> Callable[[Generation], Any]:
     return lambda one: (one.values or {}).get(name)
 
 
-def _call_cells(one: Generation) -> list[dict[str, str]]:
-    return [{"name": call.name, "arguments": call.arguments} for call in one.tool_calls]
+def _call_cells(one: Generation) -> list[dict[str, str | None]]:
+    return [
+        {"name": call.name, "arguments": call.arguments, "id": call.id or None}
+        for call in one.tool_calls
+    ]
 
 
 _CELLS: dict[str, Callable[[Generation], Any]] = {

@@ -222,8 +222,9 @@ class MoEGenerator:
             ``reasoning_text``. "auto" finds the parser from the chat template and adds the column
             if the template marks reasoning; "none" leaves reasoning in ``generated_text``.
         tool_call_parser: The same for the calls of rows with tools, into a column ``tool_calls`` (a
-            list of name and arguments, as JSON text). "auto" needs a tools_column. What cannot be
-            read stays in ``generated_text``.
+            list of name, arguments as JSON text, and the id that the model gave the call, null
+            without one). "auto" needs a tools_column. What cannot be read stays in
+            ``generated_text``.
         output_schema: A pydantic class, a JSON schema of an object, or the path of a file with one.
             Answers follow it, and the column ``parsed`` has their values as structs; where it is
             null, ``parsed_error`` says why, such as ``cut by max_tokens at $.items[2].price``.

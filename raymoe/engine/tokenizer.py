@@ -227,7 +227,7 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where} has role {role!r:.60}; it takes a name such as 'user'")
     if "tool_calls" in fields:
-        _check_tool_calls(where, fields["tool_calls"])
+        fields["tool_calls"] = _checked_calls(where, fields["tool_calls"])
     content = fields.get("content")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
         for part in content:
@@ -245,22 +245,27 @@ def _name_reasoning(fields: dict[str, Any]) -> dict[str, Any]:
     return fields if text is None else {"thinking": text} | fields | {"reasoning_content": text}
 
 
-def _check_tool_calls(where: str, calls: object) -> None:
+def _checked_calls(where: str, calls: object) -> list[dict[str, Any]]:
+    """Return calls that all have arguments, which APIs and models leave out if there are none."""
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
         raise ConfigError(f"{where} has tool_calls {calls!r:.60}; it takes a list")
+    checked = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ConfigError(f"{where} has a tool call {call!r:.60}; it takes a function")
-        arguments = function.get("arguments")
+        given = function.get("arguments")
+        arguments = "{}" if given is None or given == "" else given
+        checked.append({**call, "function": {**function, "arguments": arguments}})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{where} has tool arguments that are not JSON: {error}"
                 ) from error
             _check_nesting(f"{where}: the value of tool arguments", arguments)
+    return checked
 
 
 def _check_nesting(what: str, value: object) -> None:

@@ -6,8 +6,10 @@ its line.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
+import string
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +28,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CONTENT_COLUMNS = ("url", "prompt", "messages", TOOLS_COLUMN, "sampling_params", TEMPLATE_COLUMN)
 ROW_COLUMNS = (ID_COLUMN, "model", *CONTENT_COLUMNS)
 TokenBytes = Mapping[int, bytes]
+ID_CHARACTERS, ID_ALPHABET = 9, string.ascii_letters + string.digits
 
 _SAME_NAME = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "logprobs",
@@ -275,7 +278,11 @@ def _chat_choice(choice: Mapping[str, Any], key: str, texts: TokenBytes) -> dict
     if calls:
         message["content"] = choice["text"] or None
         message["tool_calls"] = [
-            {"id": f"call-{key}-{index}", "type": "function", "function": call}
+            {
+                "id": call["id"] or _call_id(f"{key}-{index}"),
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
             for index, call in enumerate(calls)
         ]
     return {
@@ -285,6 +292,12 @@ def _chat_choice(choice: Mapping[str, Any], key: str, texts: TokenBytes) -> dict
         else {"content": [_chat_logprob(one, texts) for one in logprobs]},
         **({"finish_reason": "tool_calls"} if calls else {}),
     }
+
+
+def _call_id(key: str) -> str:
+    """Return nine letters and digits: templates of Mistral take no other ids."""
+    digest = hashlib.blake2b(key.encode(), digest_size=ID_CHARACTERS).digest()
+    return "".join(ID_ALPHABET[byte % len(ID_ALPHABET)] for byte in digest)
 
 
 def _chat_logprob(one: Mapping[str, Any], texts: TokenBytes) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def _render(source: str, request: Message, messages: list[Message]) -> str:
 def _with_values(message: Message) -> Message:
     calls = []
     for call in message.get("tool_calls", ()):
-        given = call["function"].get("arguments")
-        value = json.loads(given or "{}") if isinstance(given, str) else given
+        given = call["function"]["arguments"]
+        value = json.loads(given) if isinstance(given, str) else given
         calls.append(call | {"function": call["function"] | {"arguments": value}})
     return message | {"tool_calls": calls} if calls else message
 
@@ -123,7 +123,7 @@ def _with_values(message: Message) -> Message:
 def _has_python(text: str, messages: list[Message]) -> bool:
     """Whether arguments are in a text as Python writes them, more often than messages have them."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    values = [call["function"].get("arguments") for call in calls]
+    values = [call["function"]["arguments"] for call in calls]
     written = {str(value) for value in values if str(value) != json.dumps(value)}
     given = "\n".join(piece for message in messages for piece in _pieces(message))
     return any(text.count(one) > given.count(one) for one in written)
