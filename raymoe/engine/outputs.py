@@ -91,9 +91,18 @@ class Generation:
         """Return the generation and its samples with the values of their texts."""
         value, error = None, self.error
         if not error:
+            error = self._missing_answer()
+        if not error:
             value, error = schema.parse(self.text, self.finish_reason)
         others = tuple(other.parsed_as(schema) for other in self.others)
         return dataclasses.replace(self, parsed=value, parsed_error=error, others=others)
+
+    def _missing_answer(self) -> str:
+        if self.reasoning is None or self.text.strip():
+            return ""
+        if self.finish_reason == "length":
+            return "cut by max_tokens within the reasoning, before the answer: raise max_tokens"
+        return "there is no answer after the reasoning"
 
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""
