@@ -320,9 +320,7 @@ class MoEGenerator:
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
-            self._parser = ChatParser.of(self._template, *parsers)
-            if self._engine is not None:
-                self._engine.reasoning_parser = self._parser.reasoning
+            self._choose_parser(*parsers)
             self._columns = OutputColumns.of(
                 reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
                 parser=self._parser, schema=self._schema, prefix=prefix,
@@ -415,6 +413,11 @@ class MoEGenerator:
         engine = _load_engine(model_source, config)
         self._template = read_chat_template(engine.directory)
         return engine
+
+    def _choose_parser(self, reasoning: str, tool_calls: str, has_tools: bool) -> None:
+        self._parser = ChatParser.of(self._template, reasoning, tool_calls, has_tools)
+        if self._engine is not None:
+            self._engine.reasoning_parser = self._parser.reasoning
 
     @property
     def thread_pool_executor(self) -> CallerThread:

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self, TypeGuard
 
 from raymoe.chat.parser import ChatParser
-from raymoe.chat.reasoning import find_reasoning_parser
 from raymoe.condition import Condition
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.lane import released_on_error
@@ -47,7 +46,6 @@ from raymoe.output_schema import OutputSchema
 from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
-from raymoe.specs.files import read_chat_template
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 MAX_ROWS = 256  # at once
@@ -213,6 +211,7 @@ class Engine:
     _checked_form: object = None  # by the latest `check_params`
     _submitter: ThreadPoolExecutor | None = None  # of `agenerate`, from its first call
     _has_logged_memory = False
+    _failure: ExecutionError | None = None  # guarded by `_changed`
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
@@ -233,8 +232,6 @@ class Engine:
             has_eos=bool(parts.eos_token_ids),
             config=config,
         )
-        template = read_chat_template(parts.tokenizer.directory)
-        self.reasoning_parser = find_reasoning_parser(template)
         self._grammar_server = GrammarServer(
             parts.tokenizer.directory, parts.vocab_size, parts.eos_token_ids
         )
@@ -267,7 +264,6 @@ class Engine:
         self._drops_prefixes = False  # by the engine's thread, after its step
         self._num_rows = self._num_finished = self._num_errors = self._num_blocked = 0
         self._num_submitting = 0  # calls of `agenerate` whose rows are not all queued
-        self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.max_num_seqs, config.max_queued_rows)

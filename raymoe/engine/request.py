@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raymoe.chat.reasoning import ReasoningStart, start_of_text
+from raymoe.chat.reasoning import ReasoningStart, find_reasoning_parser, start_of_text
 from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
 from raymoe.engine.grammars import check_present
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
@@ -30,6 +30,7 @@ from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.prefixes import prefix_keys
 from raymoe.runtime.batch import blocks_of_tokens
+from raymoe.specs.files import read_chat_template
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -203,7 +204,7 @@ class InputProcessor:
         self._max_context_tokens, self._num_kv_blocks = max_model_len, num_kv_blocks
         self._has_eos = has_eos
         self._on_too_long, self._seed = config.on_too_long, config.seed
-        self.reasoning_parser: str | None = None
+        self.reasoning_parser = find_reasoning_parser(read_chat_template(tokenizer.directory))
         self._reasoning_tokens: dict[str, int | None] = {}
 
     def build(self, prompt: object, params: object, row_key: object) -> Request:
@@ -343,8 +344,9 @@ class InputProcessor:
     def _reasoning_token(self, begin: str) -> int | None:
         if begin not in self._reasoning_tokens:
             tokens = self._tokenizer.encode_all([Text(begin, False, Room())])[0]
-            is_one = not isinstance(tokens, Exception) and len(tokens) == 1
-            self._reasoning_tokens[begin] = int(tokens[0]) if is_one else None
+            if isinstance(tokens, Exception):  # an id that the model lacks, say
+                tokens = np.empty(0, np.int32)
+            self._reasoning_tokens[begin] = int(tokens[0]) if len(tokens) == 1 else None
         return self._reasoning_tokens[begin]
 
     def _key_of(self, row: "_Row", tokens: Int32s, seen: Counter[int]) -> int:
