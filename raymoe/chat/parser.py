@@ -62,19 +62,23 @@ class ChatParser:
         prompt_end: str,
         continued: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
+        is_constrained: bool = False,
     ) -> Parts:
         """Split one text. Calls are looked for only if the row has tools.
 
         Args:
             prompt_end: The end of the rendered prompt.
             continued: The assistant's message at its end that the text continues.
+            is_constrained: Whether a schema or grammar said what the answer is.
         """
         thought: str | None = None
         calls: tuple[ToolCall, ...] = ()
         if self.reasoning is not None:
             with in_step("splitting off the reasoning"):
                 is_open = reasoning.opens_reasoning(self.reasoning, prompt_end, continued)
-                thought, text = reasoning.split_reasoning(self.reasoning, text, is_open=is_open)
+                thought, text = reasoning.split_reasoning(
+                    self.reasoning, text, is_open=is_open, is_constrained=is_constrained
+                )
         if self.tool_calls is not None and tools:
             with in_step("finding tool calls"):
                 text, calls = tool_calls.split_tool_calls(self.tool_calls, text, tools)

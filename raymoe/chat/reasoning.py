@@ -1,6 +1,7 @@
 """Splits generated text into reasoning and answer, by the markers of a model family."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError
@@ -15,6 +16,25 @@ class Markers:
     answer: tuple[str, str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningStart:
+    """Where generated text begins, with regard to its reasoning.
+
+    Attributes:
+        begin: What reasoning begins with.
+        ends: After the first of these the answer begins.
+        is_open: Whether the text begins within reasoning; None where the text says so itself.
+    """
+
+    begin: str
+    ends: tuple[str, ...]
+    is_open: bool | None
+
+    def hides_from(self, stop: Sequence[str]) -> bool:
+        """Whether stop strings wait for the answer: who stops at an end wants none."""
+        return not any(end in one for one in stop for end in self.ends)
+
+
 MARKERS = {
     "think": Markers("<think>", "</think>"),  # Qwen3, DeepSeek, GLM, MiniMax, Kimi
     "hunyuan": Markers("<think>", "</think>", ("<answer>", "</answer>")),
@@ -25,6 +45,7 @@ HARMONY = "gpt_oss"
 REASONING_PARSERS = (*MARKERS, HARMONY)
 # Their markers are special tokens, which texts usually leave out.
 NEEDS_SPECIAL_TOKENS = frozenset({"mistral", HARMONY})
+_FINAL = tuple(f"<|channel|>final{form}<|message|>" for form in ("", " <|constrain|>json"))
 
 _END_OF_MESSAGE = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
 _HEADER = re.compile(
@@ -70,8 +91,42 @@ def opens_reasoning(parser: str, prompt: str, continued: str = "") -> bool | Non
     return True if begun > ended else None
 
 
+def start_of_text(parser: str, prompt: str, continued: str = "") -> ReasoningStart | None:
+    """Return how a text begins; None for an answer, as the prompt has ended the reasoning.
+
+    Args:
+        prompt: As for `opens_reasoning`; so is `continued`.
+    """
+    is_open = opens_reasoning(parser, prompt, continued)
+    return None if is_open is False else _start(parser, is_open)
+
+
+def find_answer(parser: str, text: str, *, is_open: bool | None, stop: Sequence[str]) -> int | None:
+    """Return from where on stop strings count in a text; None if not yet.
+
+    Args:
+        text: With special tokens.
+        is_open: As for `split_reasoning`.
+    """
+    if is_open is False:
+        return 0
+    start = _start(parser, is_open)
+    if not start.hides_from(stop) or not (is_open or text.lstrip().startswith(start.begin)):
+        return 0
+    places = [place + len(end) for end in start.ends if (place := text.find(end)) >= 0]
+    if not places:
+        return None
+    return len(text) - len(text[min(places) :].lstrip("\n"))
+
+
+def _start(parser: str, is_open: bool | None) -> ReasoningStart:
+    if parser == HARMONY:
+        return ReasoningStart("<|channel|>", _FINAL, is_open)
+    return ReasoningStart(MARKERS[parser].begin, (MARKERS[parser].end,), is_open)
+
+
 def split_reasoning(
-    parser: str, text: str, *, is_open: bool | None = None
+    parser: str, text: str, *, is_open: bool | None = None, is_constrained: bool = False
 ) -> tuple[str | None, str]:
     """Return reasoning and answer; reasoning is None where the text has none.
 
@@ -80,11 +135,17 @@ def split_reasoning(
 
     Args:
         is_open: See `opens_reasoning`.
+        is_constrained: Whether a schema or grammar said what the answer is: then the end of
+            reasoning alone, which it may have within, counts only where reasoning was open.
     """
     if parser == HARMONY:
         return _split_harmony(text)
     markers = MARKERS[parser]
-    reasoning, answer = (None, text) if is_open is False else _split(markers, text, is_open)
+    begins = text.lstrip().startswith(markers.begin)
+    if is_open is False or (is_constrained and not (is_open or begins)):
+        reasoning, answer = None, text
+    else:
+        reasoning, answer = _split(markers, text, is_open)
     if markers.answer is not None:
         answer = _inner_answer(answer, *markers.answer)
     return reasoning, answer

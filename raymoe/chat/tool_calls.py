@@ -103,7 +103,8 @@ def _value(text: str, schema: Any, root: Any = None) -> Any:
     if options is None:
         return value
     kinds = {_KINDS[type(value)]} - {"string"}
-    if kinds == {"integer"} or (isinstance(value, float) and value.is_integer()):
+    is_whole = isinstance(value, float) and value.is_integer()
+    if kinds == {"integer"} or is_whole:
         kinds = {"integer", "number"}
     is_listed = any(type(one) is str and one == text for one in options.values)
     if is_listed or ("string" in options.kinds and not kinds & options.kinds):

@@ -37,10 +37,10 @@ from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
 from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
-from raymoe.engine.answers import AnswerReader
+from raymoe.engine.answers import AnswerReader, split_generation
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
-from raymoe.engine.tokenizer import UNFINISHED, Chat, check_template_kwargs, find_stop
+from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import (
     ConfigError,
     ExecutionError,
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken process
 
 P = ParamSpec("P")
-Decode = Callable[[Sequence[Sequence[int]]], Sequence[str | Exception]]
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +320,7 @@ class MoEGenerator:
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
         if self._task is None:
-            self._parser = ChatParser.of(self._template, *parsers)
+            self._choose_parser(*parsers)
             self._columns = OutputColumns.of(
                 reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
                 parser=self._parser, schema=self._schema, prefix=prefix,
@@ -420,6 +419,11 @@ class MoEGenerator:
         self._template = read_chat_template(engine.directory)
         return engine
 
+    def _choose_parser(self, reasoning: str, tool_calls: str, has_tools: bool) -> None:
+        self._parser = ChatParser.of(self._template, reasoning, tool_calls, has_tools)
+        if self._engine is not None:
+            self._engine.reasoning_parser = self._parser.reasoning
+
     @property
     def thread_pool_executor(self) -> CallerThread:
         """Where Ray Data has a class called that it was not told to be thread-safe.
@@ -491,7 +495,13 @@ class MoEGenerator:
         So parsers and schemas may change.
         """
         if self._parser != NO_PARSER and generation.prompt_end and not generation.error:
-            generation = split_generation(self._parser, request, generation, engine.decode)
+            generation = split_generation(
+                self._parser,
+                generation,
+                request.prompt,
+                request.sampling_params,
+                decode=engine.decode,
+            )
         if self._answers is not None:
             generation = self._answers.read(generation, request.sampling_params)
         return generation
@@ -528,36 +538,6 @@ def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
     return dataclasses.replace(config, **given)
 
 
-def split_generation(
-    parser: ChatParser, request: RowRequest, generation: Generation, decode: Decode
-) -> Generation:
-    """Return a generation and its samples with reasoning and tool calls apart from the text."""
-    chat = request.prompt if isinstance(request.prompt, Chat) else Chat(request.prompt or ())  # type: ignore[arg-type]
-    last = chat.messages[-1]
-    content = last.get("content") if last.get("role") == "assistant" else None
-    samples = generation.outputs
-    texts: Sequence[str | Exception] = [sample.text for sample in samples]
-    if parser.needs_special_tokens:
-        params = request.sampling_params
-        with in_step("decoding special tokens"):
-            texts = [_text_with_marks(sample, params, decode) for sample in samples]
-    done = []
-    for sample, text in zip(samples, texts, strict=True):
-        if isinstance(text, Exception):
-            done.append(Generation.from_error(text, sample.num_input_tokens))
-            continue
-        thought, answer, calls = parser.split(
-            text,
-            prompt_end=generation.prompt_end,
-            continued=content if isinstance(content, str) else "",
-            tools=chat.tools,
-        )
-        done.append(
-            dataclasses.replace(sample, text=answer, reasoning=thought, tool_calls=calls, others=())
-        )
-    return dataclasses.replace(done[0], others=tuple(done[1:]))
-
-
 def add_token_bytes(
     generations: Sequence[Generation], read: Callable[[set[int]], dict[int, bytes]]
 ) -> list[Generation]:
@@ -573,19 +553,6 @@ def add_token_bytes(
         if len(generations) == 1:
             return [Generation.from_error(error, generations[0].num_input_tokens)]
     return [one for generation in generations for one in add_token_bytes([generation], read)]
-
-
-def _text_with_marks(sample: Generation, params: SamplingParams, decode: Decode) -> str | Exception:
-    """Decode with the special tokens that mark parts, cut as the engine cuts texts."""
-    has_ended = sample.finish_reason == "stop"
-    tokens = sample.token_ids
-    whole, cut, first = decode(
-        [tokens, tokens[: -1 if has_ended else None], tokens[: params.min_tokens]]
-    )
-    if isinstance(whole, Exception) or isinstance(first, Exception):
-        return cut
-    place = find_stop(whole, params.stop_strings, len(first.rstrip(UNFINISHED)))
-    return cut if place is None else whole[:place]
 
 
 def _status_beside(journal_dir: str | Path) -> Path | None:

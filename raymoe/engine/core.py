@@ -5,7 +5,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from raymoe.condition import Condition
 from raymoe.engine.accuracy import Accuracy, Replanner
 from raymoe.engine.grammars import TokenBitmasks
 from raymoe.engine.outputs import Counters, Generation, Int32s, TokenLogprob
+from raymoe.engine.reasoning_state import ReasoningState
 from raymoe.engine.request import Request, Sample
 from raymoe.engine.sampler import Sampler, to_host, token_logprobs
 from raymoe.engine.scheduler import Scheduler
@@ -172,6 +173,7 @@ class EngineCore:
     Args:
         policy: Sizes of steps and of the KV cache.
         decode_all: Token ids to texts, for stop strings.
+        decode_marked: The same with special tokens, for the ends of reasoning.
         finish: Called with each row whose samples are over; some of its texts are undecoded.
         accuracy: Learns how long each step took.
         masks: Of rows with a grammar; without it there must be none.
@@ -189,6 +191,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         decode_all: DecodeAll,
+        decode_marked: DecodeAll | None = None,
         finish: Finish,
         accuracy: Accuracy | None = None,
         masks: TokenBitmasks | None = None,
@@ -201,6 +204,7 @@ class EngineCore:
     ) -> None:
         self._replanner = replanner
         self._runner, self._decode_all, self._finish_row = runner, decode_all, finish
+        self._decode_marked = decode_marked or decode_all
         self.scheduler = Scheduler(
             policy,
             max_model_len,
@@ -328,6 +332,8 @@ class EngineCore:
 
     def _admit(self, sample: Sample) -> None:
         slot, params = sample.slot, sample.request.params
+        if sample.request.reasoning is not None and sample.reasoning is None:
+            sample.reasoning = ReasoningState(sample.request.reasoning)
         self._sampler.admit(sample)
         if params.stop_strings and sample.stop_strings is None:
             sample.stop_strings = StopStrings(params.stop_strings, params.min_tokens)
@@ -336,7 +342,10 @@ class EngineCore:
         leads_others = sample.index == 0 and params.n > 1
         self._table.ignores_eos[slot] = params.ignore_eos
         self._table.is_watched[slot] = bool(
-            params.stop_strings or params.stop_token_ids or leads_others
+            params.stop_strings
+            or params.stop_token_ids
+            or leads_others
+            or sample.request.reasoning is not None
         )
         self._table.wants_logprobs[slot] = params.logprobs is not None
         if sample.request.reading is not None:
@@ -344,12 +353,24 @@ class EngineCore:
         if self._masks is not None:
             self._masks.end(slot)  # of a row that was preempted here
             self._late.pop(slot, None)
-            if sample.request.params.structured_outputs_params is not None:
-                self._masks.begin(
-                    slot,
-                    sample.request.params.structured_outputs_params,
-                    self._table.generated(slot),
-                )
+            if sample.is_constrained:
+                self._constrain(sample)
+
+    def _change_constraint(self, sample: Sample) -> None:
+        if self._masks is not None and sample.request.params.structured_outputs_params is not None:
+            self._masks.end(sample.slot)
+            self._sampler.admit(sample)
+            if sample.is_constrained:
+                self._constrain(sample)
+
+    def _constrain(self, sample: Sample) -> None:
+        request, form = sample.request, sample.request.params.structured_outputs_params
+        assert self._masks is not None
+        assert form is not None
+        may_reason = sample.reasoning is not None and sample.reasoning.is_open is None
+        tokens = self._table.generated(sample.slot)[sample.answer_index :]
+        token = request.reasoning_token if may_reason else None
+        self._masks.begin(sample.slot, form, tokens, token)
 
     def _take_on_device(
         self, done: SchedulerOutput, step_rows: Rows, logits_CV: Tensor
@@ -503,7 +524,8 @@ class EngineCore:
             bool(is_eos[row]) or self._is_stop_token(int(slots[row]), int(tokens[row]))
             for row in rows
         ]
-        texts = self._find_stop_strings(slots[rows[~np.array(is_stopped, np.bool_)]])
+        going_on = slots[rows[~np.array(is_stopped, np.bool_)]].tolist()
+        texts = self._find_stop_strings(going_on, self._follow_reasoning(going_on))
         for row, is_stop in zip(rows, is_stopped, strict=True):
             sample = self.scheduler.sample_of(int(slots[row]))
             if sample.index == 0 and self._num_generated(sample) == 1:
@@ -533,26 +555,67 @@ class EngineCore:
     def _is_stop_token(self, slot: int, token: int) -> bool:
         return token in (self.scheduler.sample_of(slot).request.params.stop_token_ids or ())
 
-    def _find_stop_strings(self, slots: Int32s) -> dict[int, str | None]:
-        finders: dict[int, StopStrings] = {}
-        windows: list[list[int]] = []
-        for slot in slots.tolist():
-            finder = self.scheduler.sample_of(slot).stop_strings
-            if finder is None:
-                continue
-            try:
-                windows += finder.push(int(self._table.last_token[slot]))
-                finders[slot] = finder
-            except Exception as error:
-                self._errors[slot] = error
-        decoded = iter(decode_each(self._decode_all, windows)) if windows else iter(())
+    def _follow_reasoning(self, slots: Sequence[int]) -> dict[int, bool | None]:
+        """Return whether the latest token of these slots is in their reasoning, its end too.
+
+        None where that is not known yet. Constraints begin after the end.
+        """
+        samples = {slot: self.scheduler.sample_of(slot) for slot in slots}
+        states = {
+            slot: sample.reasoning
+            for slot, sample in samples.items()
+            if sample.reasoning is not None and sample.reasoning.is_open is not False
+        }
+        before = {slot: state.is_open for slot, state in states.items()}
+        self._read_text(states, self._decode_marked, lambda slot, *texts: states[slot].find(*texts))
+        for slot, state in states.items():
+            if state.is_open:
+                is_changed = not before[slot]
+            else:  # an answer from the first token on is constrained already
+                is_changed = before[slot] is True and state.is_open is False
+            if is_changed and slot not in self._errors:
+                samples[slot].answer_index = self._num_generated(samples[slot])
+                self._change_constraint(samples[slot])
+        return {slot: before[slot] or state.is_open for slot, state in states.items()}
+
+    def _find_stop_strings(
+        self, slots: Sequence[int], is_open: Mapping[int, bool | None]
+    ) -> dict[int, str | None]:
+        samples = {slot: self.scheduler.sample_of(slot) for slot in slots}
+        finders = {
+            slot: sample.stop_strings
+            for slot, sample in samples.items()
+            if sample.stop_strings is not None
+        }
         found: dict[int, str | None] = {}
-        for (slot, finder), before, text in zip(finders.items(), decoded, decoded, strict=True):
+
+        def find(slot: int, before: str, text: str) -> None:
+            found[slot] = finders[slot].find(before, text, is_open.get(slot, False))
+
+        self._read_text(finders, self._decode_all, find)
+        return found
+
+    def _read_text(
+        self,
+        readers: Mapping[int, StopStrings | ReasoningState],
+        decode_all: DecodeAll,
+        read: Callable[[int, str, str], None],
+    ) -> None:
+        """Decode the latest tokens of these slots together, and read the text of each."""
+        pushed: list[int] = []
+        windows: list[list[int]] = []
+        for slot, reader in readers.items():
             try:
-                found[slot] = finder.find(_text(before), _text(text))
+                windows += reader.push(int(self._table.last_token[slot]))
+                pushed.append(slot)
             except Exception as error:
                 self._errors[slot] = error
-        return found
+        decoded = iter(decode_each(decode_all, windows)) if windows else iter(())
+        for slot, before, text in zip(pushed, decoded, decoded, strict=True):
+            try:
+                read(slot, _text(before), _text(text))
+            except Exception as error:
+                self._errors[slot] = error
 
     def _check(
         self, sample: Sample, text: str | None, *, is_stop: bool, is_full: bool

@@ -17,11 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
+from raymoe.chat.parser import ChatParser
 from raymoe.condition import Condition
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, Replanner, RunReport
+from raymoe.engine.answers import split_generation
 from raymoe.engine.core import (
     ClosedRunner,
     EngineCore,
@@ -209,6 +211,7 @@ class Engine:
     _checked_form: object = None  # by the latest `check_params`
     _submitter: ThreadPoolExecutor | None = None  # of `agenerate`, from its first call
     _has_logged_memory = False
+    _failure: ExecutionError | None = None  # guarded by `_changed`
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
@@ -242,6 +245,7 @@ class Engine:
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             decode_all=parts.tokenizer.decode_all,
+            decode_marked=functools.partial(parts.tokenizer.decode_all, keeps_special=True),
             finish=self._finish,
             accuracy=self.accuracy,
             masks=self._masks,
@@ -260,7 +264,6 @@ class Engine:
         self._drops_prefixes = False  # by the engine's thread, after its step
         self._num_rows = self._num_finished = self._num_errors = self._num_blocked = 0
         self._num_submitting = 0  # calls of `agenerate` whose rows are not all queued
-        self._failure: ExecutionError | None = None
         self._is_closing = False
         self._max_queued_rows = config.max_queued_rows
         pool_rows = min(parts.policy.max_num_seqs, config.max_queued_rows)
@@ -342,7 +345,8 @@ class Engine:
             prompts: Each a text, a list of token ids, or a list of chat messages.
             sampling_params: For all prompts, or a list with one for each.
             output_schema: A pydantic class, a JSON schema of an object, or the path of a file with
-                one. Answers follow it, and `Generation.parsed` has their values.
+                one. Answers follow it, and `Generation.parsed` has their values. Reasoning before
+                the answer to a chat is in `Generation.reasoning`, not in the text.
             use_tqdm: Show on standard error how many rows are done, the tokens per second and the
                 time left, if it takes more than a second; by default only on a terminal.
 
@@ -356,7 +360,8 @@ class Engine:
         """
         schema, params = _read_schema(output_schema, sampling_params)
         with self._call(prompts, use_tqdm) as call:
-            return _parsed(self._results(self._submit_all(prompts, params, call=call)), schema)
+            generations = self._results(self._submit_all(prompts, params, call=call))
+            return _parsed(self._answers(prompts, params, generations, schema), schema)
 
     async def agenerate(
         self,
@@ -384,10 +389,42 @@ class Engine:
                 futures = await asyncio.wrap_future(submitting)
             finally:
                 self._submitted()
-            return _parsed(await asyncio.gather(*map(asyncio.wrap_future, futures)), schema)
+            generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            return _parsed(self._answers(prompts, params, generations, schema), schema)
         except BaseException:
             self._drop(call)
             raise
+
+    def _answers(
+        self, prompts: Sequence[Prompt], params: Params | Sequence[Params],
+        generations: list[Generation], schema: OutputSchema | None,
+    ) -> list[Generation]:  # fmt: skip
+        """Where answers have a schema, take the reasoning of chats from their texts."""
+        if schema is None or self.reasoning_parser is None:
+            return generations
+        parser = ChatParser(reasoning=self.reasoning_parser)
+        each = _one_each("sampling_params", params, len(generations))
+        return [
+            generation.after(functools.partial(self._answer, parser, prompt, one))
+            if generation.prompt_end and not generation.error
+            else generation
+            for generation, prompt, one in zip(generations, prompts, each, strict=True)
+        ]
+
+    def _answer(
+        self, parser: ChatParser, prompt: Prompt, params: Params, generation: Generation
+    ) -> Generation:
+        checked = self._input_processor.check_params(params)
+        return split_generation(parser, generation, prompt, checked, decode=self.decode)
+
+    @property
+    def reasoning_parser(self) -> str | None:
+        """What schemas, grammars and stop strings wait for; by default the template's."""
+        return self._input_processor.reasoning_parser
+
+    @reasoning_parser.setter
+    def reasoning_parser(self, name: str | None) -> None:
+        self._input_processor.reasoning_parser = name
 
     def _submitted(self) -> None:
         with self._changed:

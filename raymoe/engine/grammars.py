@@ -336,6 +336,7 @@ class _Row(NamedTuple):
     outputs: StructuredOutputs
     digest: str
     tokens: list[int]  # generated
+    reasoning_token: int | None = None  # that may come first instead, and ends the constraint
 
 
 @dataclass(slots=True)
@@ -380,9 +381,19 @@ class TokenBitmasks:
         self._memory: mmap.mmap | None = None
         self._descriptor = -1
 
-    def begin(self, slot: int, outputs: StructuredOutputs, tokens: Iterable[int]) -> None:
-        """Put a row into a slot, after these generated tokens."""
-        row = _Row(outputs, outputs.digest, [int(token) for token in tokens])
+    def begin(
+        self,
+        slot: int,
+        outputs: StructuredOutputs,
+        tokens: Iterable[int],
+        reasoning_token: int | None = None,
+    ) -> None:
+        """Put a row into a slot, after these generated tokens.
+
+        Args:
+            reasoning_token: It may be the first token too; the row then leaves its slot.
+        """
+        row = _Row(outputs, outputs.digest, [int(token) for token in tokens], reasoning_token)
         self._rows[slot] = row
         if row.digest in self._refused:
             self._errors[slot] = _refusal(outputs, self._refused[row.digest])
@@ -392,8 +403,11 @@ class TokenBitmasks:
     def accept(self, slots: Int32s, tokens: Int32s) -> None:
         """Append a token to those of these slots that have structured outputs."""
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            if slot in self._rows and slot not in self._errors:
-                self._rows[slot].tokens.append(token)
+            row = self._rows.get(slot)
+            if row is not None and not row.tokens and token == row.reasoning_token:
+                self.end(slot)
+            elif row is not None and slot not in self._errors:
+                row.tokens.append(token)
                 if slot not in self._news.begun:
                     self._news.accepted[slot] = token
 
@@ -449,6 +463,11 @@ class TokenBitmasks:
             words = np.frombuffer(self._memory, np.int32)
             masks_SW = words[:-2].reshape(self._num_slots, self._num_words)
             masks_RW[is_well] = masks_SW[slots[is_well]]
+        for index in np.flatnonzero(is_well):
+            row = self._rows[int(slots[index])]
+            if row.reasoning_token is not None and not row.tokens:
+                word, bit = divmod(row.reasoning_token, WORD_BITS)
+                masks_RW[index].view(np.uint32)[word] |= np.uint32(1 << bit)
 
     def close(self) -> None:
         self._end_worker()
@@ -504,7 +523,7 @@ class TokenBitmasks:
             return  # the slot may have another row by now
         self._news.begun.discard(slot)
         self._news.accepted.pop(slot, None)
-        outputs, digest, _ = self._rows[slot]
+        outputs, digest = self._rows[slot][:2]
         self._errors[slot] = _refusal(outputs, problem)
         if problem.startswith(("cannot be used", REFUSED)):  # whatever the tokens are
             self._refused[digest] = problem

@@ -96,6 +96,8 @@ class Generation:
         """
         value, error = None, self.error
         if not error:
+            error = self._missing_answer()
+        if not error:
             value, error = schema.parse(self.text, self.finish_reason, find_problem)
         others = tuple(other.parsed_as(schema, find_problem) for other in self.others)
         return dataclasses.replace(self, parsed=value, parsed_error=error, others=others)
@@ -115,6 +117,13 @@ class Generation:
             raise
         except Exception as error:
             return Generation.from_error(error, self.num_input_tokens)
+
+    def _missing_answer(self) -> str:
+        if self.reasoning is None or self.text.strip():
+            return ""
+        if self.finish_reason == "length":
+            return "cut by max_tokens within the reasoning, before the answer: raise max_tokens"
+        return "there is no answer after the reasoning"
 
     def __repr__(self) -> str:
         """Fields that differ from their defaults; long values are cut."""

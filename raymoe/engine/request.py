@@ -11,16 +11,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raymoe.chat.reasoning import ReasoningStart, find_reasoning_parser, start_of_text
 from raymoe.config import MAX_SAMPLES, EngineConfig, SamplingParams
 from raymoe.engine.grammars import check_present
 from raymoe.engine.outputs import Generation, Int32s, TokenLogprob
+from raymoe.engine.reasoning_state import ReasoningState
 from raymoe.engine.tasks.reading import Found, Reading
 from raymoe.engine.tasks.rows import EncodedRow, RowEncoder, TaskOptions, TaskRow
-from raymoe.engine.tokenizer import MAX_BATCH, Room, StopStrings, Text, Tokenizer
+from raymoe.engine.tokenizer import (
+    MAX_BATCH,
+    Room,
+    StopStrings,
+    Text,
+    Tokenizer,
+    continued_text,
+)
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
 from raymoe.memory.prefixes import prefix_keys
 from raymoe.runtime.batch import blocks_of_tokens
+from raymoe.specs.files import read_chat_template
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -36,6 +46,8 @@ class Request:
         call: What submitted it, and may drop it with its other rows.
         prefix_keys: Of the prompt's full blocks; None until the scheduler needs them.
         prompt_end: The last characters of a rendered chat; "" for other prompts.
+        reasoning: How its text begins, where the constraint or stop strings wait for an answer.
+        reasoning_token: What begins reasoning, if it is one token.
         undecoded: Token ids whose text is still missing in `finished`, by index.
     """
 
@@ -49,6 +61,8 @@ class Request:
     order: int = 0
     call: object = None
     prompt_end: str = ""
+    reasoning: ReasoningStart | None = None
+    reasoning_token: int | None = None
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
@@ -76,6 +90,8 @@ class Sample:
         snapshot_blocks: Lengths of its prompt, in blocks, after which its state is kept for others.
         prompt_logprobs: Of the prompt's tokens, when asked for; complete or being collected.
         stop_strings: Looks for stop strings, when there are any.
+        reasoning: Whether it is in its reasoning, where that matters.
+        answer_index: Of its generated tokens, the first of its answer.
         is_restarted: Whether it computes all its KV again, as for a longer prompt.
         found: What was read off the prompt so far, where it has a `reading`.
     """
@@ -89,6 +105,8 @@ class Sample:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     stop_strings: StopStrings | None = None
+    reasoning: ReasoningState | None = None
+    answer_index: int = 0
     is_restarted: bool = False
     found: Found | None = None
 
@@ -104,6 +122,12 @@ class Sample:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its next token follows `structured_outputs`."""
+        has_form = self.request.params.structured_outputs_params is not None
+        return has_form and (self.reasoning is None or not self.reasoning.is_open)
 
     @property
     def has_fixed_length(self) -> bool:
@@ -154,6 +178,7 @@ class _Row:
     params: SamplingParams
     key: object
     occurrence: int | None
+    continued: str = ""  # the assistant's message that a chat continues
 
 
 class InputProcessor:
@@ -179,6 +204,8 @@ class InputProcessor:
         self._max_context_tokens, self._num_kv_blocks = max_model_len, num_kv_blocks
         self._has_eos = has_eos
         self._on_too_long, self._seed = config.on_too_long, config.seed
+        self.reasoning_parser = find_reasoning_parser(read_chat_template(tokenizer.directory))
+        self._reasoning_tokens: dict[str, int | None] = {}
 
     def build(self, prompt: object, params: object, row_key: object) -> Request:
         """A request for one row.
@@ -254,7 +281,9 @@ class InputProcessor:
     ) -> "_Row":
         checked = self.check_params(params)
         room = Room(max_tokens=self._room(checked.max_tokens), on_too_long=self._on_too_long)
-        return _Row(index, self._tokenizer.read(prompt, room), checked, row_key, occurrence)
+        continued = continued_text(prompt)
+        text = self._tokenizer.read(prompt, room)
+        return _Row(index, text, checked, row_key, occurrence, continued)
 
     def _encode(
         self, rows: Sequence["_Row"], seen: Counter[int]
@@ -281,6 +310,7 @@ class InputProcessor:
         limit = min(len(tokens) + checked.max_tokens, self._max_context_tokens)
         self._check_fits_cache(len(tokens), limit)
         _check_num_logprobs(checked, len(tokens), limit)
+        reasoning, reasoning_token = self._reasoning(row)
         return Request(
             prompt=tokens,
             params=checked,
@@ -289,7 +319,35 @@ class InputProcessor:
             row_key=self._key_of(row, tokens, seen),
             future=Future(),
             prompt_end=_chat_end(row.prompt),
+            reasoning=reasoning,
+            reasoning_token=reasoning_token,
         )
+
+    def _reasoning(self, row: "_Row") -> tuple[ReasoningStart | None, int | None]:
+        """How the text of a row begins, if its constraint or stop strings must not see reasoning.
+
+        And the token that begins it. A constrained text that cannot say it by one token is an
+        answer from its first token on.
+        """
+        prompt_end, params = _chat_end(row.prompt), row.params
+        form = params.structured_outputs_params
+        if not prompt_end or not self.reasoning_parser or not (form or params.stop_strings):
+            return None, None
+        start = start_of_text(self.reasoning_parser, prompt_end, row.continued)
+        if start is None or (form is None and not start.hides_from(params.stop_strings)):
+            return None, None
+        if form is None or start.is_open:
+            return start, None
+        token = self._reasoning_token(start.begin)
+        return (None if token is None else start), token
+
+    def _reasoning_token(self, begin: str) -> int | None:
+        if begin not in self._reasoning_tokens:
+            tokens = self._tokenizer.encode_all([Text(begin, False, Room())])[0]
+            if isinstance(tokens, Exception):  # an id that the model lacks, say
+                tokens = np.empty(0, np.int32)
+            self._reasoning_tokens[begin] = int(tokens[0]) if len(tokens) == 1 else None
+        return self._reasoning_tokens[begin]
 
     def _key_of(self, row: "_Row", tokens: Int32s, seen: Counter[int]) -> int:
         if row.key is not None:

@@ -288,7 +288,7 @@ class Sampler:
         self._table.is_special[slot] = bool(
             params.logit_bias or params.min_tokens or params.no_repeat_ngram_size
         )
-        self._table.has_grammar[slot] = request.params.structured_outputs_params is not None
+        self._table.has_grammar[slot] = sample.is_constrained
         is_adjusted = (
             self._table.has_penalty[slot]
             or self._table.is_special[slot]

@@ -45,6 +45,9 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._stop, self._min_tokens = stop, min_tokens
         self._first_end = 0  # characters of the text of these tokens
+        self._answer = 0  # where the answer begins: after the reasoning and its line ends
+        self._is_before_answer = False
+        self._searched = 0  # characters
         self._overlap = max(map(len, stop)) - 1
         self._tokens: list[int] = []
         self._window = 0  # first token of the window
@@ -56,19 +59,36 @@ class StopStrings:
         self._tokens.append(token)
         return self._tokens[self._window : self._num_decoded], self._tokens[self._window :]
 
-    def find(self, stable_text: str, decoded: str) -> str | None:
-        """Return the text before the first stop string, None while there is none."""
+    @property
+    def text(self) -> str:
+        """The text so far, in which nothing was found."""
+        return self._text
+
+    def find(self, stable_text: str, decoded: str, is_open: bool | None = False) -> str | None:
+        """Return the text before the first stop string, None while there is none.
+
+        Args:
+            is_open: Whether the text is in its reasoning, which has no stop strings, nor have line
+                ends after it; None looks later, when that is known.
+        """
         fresh = decoded[len(stable_text) :]
         visible = fresh.rstrip(UNFINISHED)
+        end = len(self._text) + len(visible)
+        if is_open:
+            self._answer = self._searched = end
+            self._is_before_answer = True
+        elif is_open is False and self._is_before_answer:
+            self._answer = end - len(visible.lstrip("\n"))
+            self._is_before_answer = self._answer == end
         if not visible:
             return None
         if len(self._tokens) <= self._min_tokens:
-            self._first_end = len(self._text) + len(visible)
-        else:
-            begin = max(0, len(self._text) - self._overlap)
-            found = self._find(begin, visible)
+            self._first_end = end
+        elif is_open is False:
+            found = self._find(max(0, self._searched - self._overlap), visible)
             if found is not None:
                 return found
+            self._searched = len(self._text)
         if visible == fresh:
             self._text += fresh
             self._window, self._num_decoded = self._num_decoded, len(self._tokens)
@@ -76,13 +96,15 @@ class StopStrings:
 
     def _find(self, begin: int, visible: str) -> str | None:
         text = self._text[begin:] + visible
-        place = find_stop(text, self._stop, self._first_end - begin)
+        place = find_stop(text, self._stop, self._first_end - begin, self._answer - begin)
         return None if place is None else self._text[:begin] + text[:place]
 
 
-def find_stop(text: str, stop: Sequence[str], first_end: int = 0) -> int | None:
+def find_stop(
+    text: str, stop: Sequence[str], first_end: int = 0, first_begin: int = 0
+) -> int | None:
     """Return where the first stop string begins that ends after character `first_end`."""
-    places = [text.find(one, max(0, first_end - len(one) + 1)) for one in stop]
+    places = [text.find(one, max(0, first_begin, first_end - len(one) + 1)) for one in stop]
     return min((place for place in places if place >= 0), default=None)
 
 
@@ -115,6 +137,16 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def continued_text(prompt: object) -> str:
+    """Return the assistant's message at the end of a chat; "" if there is none, or in parts."""
+    messages = prompt.messages if isinstance(prompt, Chat) else prompt
+    last = messages[-1] if isinstance(messages, Sequence) and len(messages) else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    return content if isinstance(content, str) else ""
 
 
 class ChatTemplate:

@@ -7,8 +7,9 @@ import pytest
 
 from raymoe.chat.parser import ChatParser
 from raymoe.config import SamplingParams
-from raymoe.data.generator import MoEGenerator, split_generation
+from raymoe.data.generator import MoEGenerator
 from raymoe.data.rows import RowReader
+from raymoe.engine.answers import split_generation
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tokenizer import Chat
 from tests.tiny import CHAT_TEMPLATE, make_checkpoint
@@ -69,8 +70,9 @@ def test_marks_that_are_special_tokens_are_decoded_and_cut():
         prompt=Chat(MESSAGES, TOOLS), sampling_params=request.sampling_params, column="messages"
     )
     done = split_generation(
-        parser, request, generation, lambda each: [texts[tuple(one)] for one in each]
-    )
+        parser, generation, request.prompt, request.sampling_params,
+        decode=lambda each: [texts[tuple(one)] for one in each],
+    )  # fmt: skip
     assert (done.reasoning, done.text) == ("a", "b")
     assert [(call.name, call.arguments) for call in done.tool_calls] == [("f", "{}")]
 
@@ -87,6 +89,7 @@ def test_marked_text_is_cut_at_the_stop_string_that_ended_the_row():
     reader = RowReader(defaults=SamplingParams(max_tokens=9, min_tokens=1, stop=";"))
     (request,) = reader.read(pa.table({"messages": [json.dumps(MESSAGES)]}))
     done = split_generation(
-        parser, request, generation, lambda each: [texts[tuple(one)] for one in each]
-    )
+        parser, generation, request.prompt, request.sampling_params,
+        decode=lambda each: [texts[tuple(one)] for one in each],
+    )  # fmt: skip
     assert (done.reasoning, done.text) == ("a;", "b")

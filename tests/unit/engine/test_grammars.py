@@ -17,7 +17,7 @@ from raymoe.engine.grammars import GrammarServer, MatchLimits, TokenBitmasks
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MIB
 from tests.hostile_forms import exploding_outputs, slow_outputs
-from tests.unit.engine.fakes import EOS, VOCAB_SIZE
+from tests.unit.engine.fakes import BOS, EOS, VOCAB_SIZE
 from tests.unit.engine.kills import signal_forked
 
 NUM_SLOTS = 6
@@ -97,6 +97,16 @@ def test_special_tokens_and_surrogates_never_fit(make_masks):
     assert allowed(masks, 0) == [set(range(0x80, 0xA0))]
     masks.begin(1, form(choice=["<s>"]), b"")
     assert allowed(masks, 1) == [{ord("<")}]
+
+
+def test_the_begin_of_reasoning_may_come_first_and_ends_the_constraint(make_masks):
+    masks = make_masks()
+    for slot in (0, 1):
+        masks.begin(slot, form(choice=["ab"]), b"", reasoning_token=BOS)
+    assert allowed(masks, 0, 1) == [{ord("a"), BOS}] * 2
+    accept(masks, s0=BOS, s1=ord("a"))
+    assert masks.pending() == {1}
+    assert allowed(masks, 1) == [{ord("b")}]
 
 
 def test_a_slot_is_used_again_and_grammars_are_forgotten(make_masks):

@@ -1,0 +1,32 @@
+"""Whether a sample is still in its reasoning, where schemas, grammars and stop strings wait."""
+
+from raymoe.chat.reasoning import ReasoningStart
+from raymoe.engine.tokenizer import StopStrings
+
+
+class ReasoningState:
+    """Follows the text of one sample, special tokens included, token by token.
+
+    Attributes:
+        is_open: Whether the text is in the reasoning; None until it says so.
+    """
+
+    def __init__(self, start: ReasoningStart) -> None:
+        self.is_open = start.is_open
+        self._begin, self._ends = start.begin, StopStrings(start.ends)
+
+    def push(self, token: int) -> tuple[list[int], list[int]]:
+        """As `StopStrings.push`."""
+        return self._ends.push(token)
+
+    def find(self, stable_text: str, decoded: str) -> None:
+        """Read the text of a token."""
+        has_ended = self._ends.find(stable_text, decoded) is not None
+        if has_ended:
+            self.is_open = False
+        elif self.is_open is None:
+            lead = self._ends.text.lstrip()
+            if lead.startswith(self._begin):
+                self.is_open = True
+            elif not self._begin.startswith(lead):
+                self.is_open = False
