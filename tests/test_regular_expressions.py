@@ -27,6 +27,12 @@ SCANNING = {"search", "sub", "subn", "finditer", "findall", "split"}
 FUNCTIONS = SCANNING | {"compile", "match", "fullmatch"}
 # Local names in patterns that functions build, by file.
 LOCALS = {
+    "chat/tool_calls.py": {
+        "begins": "<a>|<b>",
+        "ends": "</a>|</b>",
+        "call": ("<function=", "</function>"),
+        "frames": (("<a>", "</a>"), ("<b>", "</b>")),
+    },
     "doctor/machine.py": {"field": "MemAvailable"},
     "cli/writers.py": {"PREFIX": "part-", "suffix": r"\.jsonl"},
     "cli/storage.py": {"words": "NoSuchKey|404"},
