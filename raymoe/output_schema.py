@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from jsonschema import FormatChecker
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, extend, validator_for
@@ -20,15 +21,25 @@ from referencing.jsonschema import DRAFT202012
 
 from raymoe.config import SamplingParams
 from raymoe.errors import ConfigError, describe, encodable
+from raymoe.regular_expressions import exact_regex
 from raymoe.safe_text import nesting_problem
 from raymoe.specs.files import read_own_json
 from raymoe.structured import KINDS, StructuredOutputs
 from raymoe.units import MAX_INT64
 
+# Patterns are those of constraints: Python's `re` has another dialect.
+_PATTERNS = FormatChecker(())
 MAX_MESSAGE = 300  # characters of a validator's message, which may quote the whole answer
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
           list: "array", dict: "object"}  # fmt: skip
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|[{}\[\],]|[^\s"{}\[\],]+', re.DOTALL)
+
+
+@_PATTERNS.checks("regex", raises=ConfigError)
+def _is_pattern(value: object) -> bool:
+    if isinstance(value, str):
+        exact_regex(value)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +112,11 @@ class OutputSchema:
         # A copy, which is written to below; it is checked as the constraint that it becomes.
         schema = json.loads(StructuredOutputs.of({"json": value}).json or "")
         try:
-            validator_for(schema, Draft202012Validator).check_schema(schema)
+            kind = validator_for(schema, Draft202012Validator)
+            kind.check_schema(schema, format_checker=_PATTERNS)
         except SchemaError as error:
-            reason = f"{error.json_path}: {error.message:.{MAX_MESSAGE}}"
+            message = error.message if error.cause is None else str(error.cause)
+            reason = f"{error.json_path}: {message:.{MAX_MESSAGE}}"
             raise ConfigError(f"{what} is no JSON schema: {reason}") from error
         root = _Types(schema, what).of(schema, "$")
         if root.kind != "object" or root.is_nullable:
