@@ -26,7 +26,7 @@ from lm_eval.models.utils import (
 )
 from transformers import AutoTokenizer
 
-from raymoe.config import MAX_TOKEN_ID, SAMPLING_NAMES, EngineConfig, SamplingParams
+from raymoe.config import SAMPLING_NAMES, EngineConfig, SamplingParams
 from raymoe.engine.engine import Engine
 from raymoe.engine.outputs import Generation
 from raymoe.engine.request import MIN_SPECIAL_CHARACTERS
@@ -34,7 +34,7 @@ from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import Tokenizer, check_template_kwargs, find_stop
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.memory.checkpoint import resolve_model
-from raymoe.specs.files import read_json_object
+from raymoe.specs.files import MAX_TOKEN_ID, read_json_object
 from raymoe.specs.model import ModelSpec
 
 Message = dict[str, str]

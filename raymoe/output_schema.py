@@ -35,11 +35,13 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|[{}\[\],]|[^\s"{}\[\],]+', re.DOTALL)
 
 
-@_PATTERNS.checks("regex", raises=ConfigError)
 def _is_pattern(value: object) -> bool:
     if isinstance(value, str):
         exact_regex(value)
     return True
+
+
+_PATTERNS.checks("regex", raises=ConfigError)(_is_pattern)
 
 
 @dataclass(frozen=True, slots=True)
