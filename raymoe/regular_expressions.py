@@ -39,7 +39,7 @@ def exact_regex(pattern: str) -> str:
             if found is None:
                 raise _refused(pattern, index, index + 3, "write it without look-around and flags")
             opened.append(index)
-            part, index = found[0], found.end()
+            part, index = "(?:", found.end()  # names mean nothing, and may come twice
         elif character == ")":
             if not opened:
                 raise _refused(pattern, index, index + 1, r"write \) for the character")

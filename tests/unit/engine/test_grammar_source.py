@@ -111,6 +111,7 @@ def test_constraints_and_schemas_have_one_dialect(accepts):
     for pattern, valid, invalid in (
         (r"^\p{Lu}\p{Ll}+$", "Éa", "éa"),
         (r"^(?<year>\d{4})-(?P<month>\d{2})$", "2026-11", "2026-1"),
+        (r"^((?<a>x)|(?<a>y))\-$", "y-", "x"),
         (r"^\u{61}\/\u0062$", "a/b", "u/b"),
         (r"^[\w-\.]+@([\w-]+\.)+[\w-]{2,4}$", "a.b-c@d-e.org", "a+b@c.org"),
     ):
