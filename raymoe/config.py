@@ -559,4 +559,11 @@ def with_base(
 
 def as_engine_config(options: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
     """Configuration of an engine; a mapping takes the names of `EngineConfig`."""
-    return options if isinstance(options, EngineConfig) else EngineConfig.from_dict(options or {})
+    if isinstance(options, EngineConfig):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"engine_config is {_shown(options)}; it takes an EngineConfig or a mapping of its "
+            "fields"
+        )
+    return EngineConfig.from_dict(options or {})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from jsonschema import FormatChecker
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
@@ -16,11 +17,14 @@ from referencing.jsonschema import DRAFT202012
 
 from raymoe.config import SamplingParams
 from raymoe.errors import ConfigError, describe, encodable
+from raymoe.regular_expressions import exact_regex
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
 from raymoe.specs.files import read_own_json
 from raymoe.structured import KINDS, StructuredOutputs
 from raymoe.units import MAX_INT64
 
+# Patterns are those of constraints: Python's `re` has another dialect.
+_PATTERNS = FormatChecker(())
 MAX_MESSAGE = 300  # characters of a message of a library, which may quote much
 MAX_PARTS = 10_000  # of a schema whose references are written out
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
@@ -28,6 +32,15 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 MAX_PLACES = 4  # a float with more is written with an exponent, which no constraint takes
 _BOUNDS = ("multiple_of", "le", "lt", "ge", "gt")  # of a Decimal, which are Decimals themselves
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"?|[{}\[\],]|[^\s"{}\[\],]+', re.DOTALL)
+
+
+def _is_pattern(value: object) -> bool:
+    if isinstance(value, str):
+        exact_regex(value)
+    return True
+
+
+_PATTERNS.checks("regex", raises=ConfigError)(_is_pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +113,11 @@ class OutputSchema:
         # A copy, which is written to below; it is checked as the constraint that it becomes.
         schema = json.loads(StructuredOutputs.of({"json": value}).json or "")
         try:
-            validator_for(schema, Draft202012Validator).check_schema(schema)
+            kind = validator_for(schema, Draft202012Validator)
+            kind.check_schema(schema, format_checker=_PATTERNS)
         except SchemaError as error:
-            reason = f"{error.json_path}: {error.message:.{MAX_MESSAGE}}"
+            message = error.message if error.cause is None else str(error.cause)
+            reason = f"{error.json_path}: {message:.{MAX_MESSAGE}}"
             raise ConfigError(f"{what} is no JSON schema: {reason}") from error
         root = _Types(schema, what).of(schema, "$")
         if root.kind != "object" or root.is_nullable:

@@ -57,6 +57,9 @@ WITHOUT_COUNTERPART = {
     "limit": "the first rows are ds.limit(n) of the dataset",
     "truncate_prompt_tokens": "it is an option of the engine: on_too_long and max_model_len",
     "min_length": "min_tokens counts generated tokens, without the prompt",
+    "lora_request": "an adapter is an option of the engine: EngineConfig(adapter=DIR)",
+    "prompt_token_ids": "lists of token ids are prompts; give them in place of texts",
+    "priority": "rows are computed in the order in which they come; leave it out",
     "detokenize": "the text is always made; leave it out",
     "output_kind": "a row is returned when it is finished; leave it out",
     "use_cache": "the KV cache is always used; leave it out",
@@ -67,6 +70,18 @@ WITHOUT_COUNTERPART = {
     "pipeline_parallel_size": "layers stream to one GPU instead; leave it out",
     "device_map": "the planner places weights; leave it out",
 }  # fmt: skip
+# Methods of vLLM's LLM that an engine does not have.
+METHODS_OF_OTHERS = {
+    "chat": "chats are prompts: generate([messages])",
+    "encode": "embed gives vectors, of an engine with EngineConfig(head='none')",
+    "reward": "classify gives what a classification head says",
+    "beam_search": _BEAMS,
+    "get_tokenizer": "transformers' AutoTokenizer.from_pretrained(engine.directory) gives it",
+    "get_default_sampling_params": "SamplingParams() has the defaults",
+    "shutdown": "close ends an engine",
+    "sleep": "close frees its memory, and from_pretrained loads it again",
+    "wake_up": "close frees its memory, and from_pretrained loads it again",
+}
 MIN_PREFIX = 4  # characters that a known name may be told by
 MIN_WORD = 3  # characters of a word that may have a typing error
 LONG_WORD = 6  # may have two

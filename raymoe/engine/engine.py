@@ -15,11 +15,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 from raymoe.chat.parser import ChatParser
 from raymoe.condition import Condition
-from raymoe.config import EngineConfig, SamplingParams
+from raymoe.config import (
+    ENGINE_NAMES,
+    SAMPLING_NAMES,
+    EngineConfig,
+    SamplingParams,
+    as_engine_config,
+    check_names,
+)
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
 from raymoe.engine.accuracy import Accuracy, Correction, Replanner, RunReport
@@ -39,7 +46,7 @@ from raymoe.engine.progress import shown_load, shown_rows
 from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.sequence import DecodeAll, decode_each
-from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head
+from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head, check_labels
 from raymoe.engine.tokenizer import Prompt
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.output_schema import OutputSchema
@@ -47,6 +54,7 @@ from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.suggestions import METHODS_OF_OTHERS
 
 MAX_ROWS = 256  # at once
 
@@ -216,7 +224,7 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
         config = config or EngineConfig()
-        self._pid, self._parts, self.plan = os.getpid(), parts, parts.plan
+        self._pid, self._parts, self.plan = os.getpid(), _checked_parts(parts), parts.plan
         self.last_report: RunReport | None = None
         self.accuracy: Accuracy | None = None
         replanner: Replanner | None = None
@@ -278,22 +286,26 @@ class Engine:
     def from_pretrained(
         cls,
         path: str | Path,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Mapping[str, Any] | None = None,
         *,
         use_tqdm: bool | None = None,
+        **options: Any,
     ) -> Self:
         """Load a model: a local directory, or a name that the hub cache or the hub has.
 
         Args:
+            config: An `EngineConfig`, or its fields as a mapping.
+            options: Fields of `EngineConfig`, in place of those of `config`.
             use_tqdm: Show on standard error what it does; by default only on a terminal.
 
         Raises:
             CheckpointError: Files are missing, damaged or unsafe.
             UnsupportedModelError: The model's mathematics is not implemented.
-            ConfigError: An option does not suit the machine or the model.
+            ConfigError: An option is unknown, or does not suit the machine or the model.
             InfeasiblePlanError: The memory is too small; shows what needs what.
         """
-        config = config or EngineConfig()
+        check_names(options, ENGINE_NAMES, "engine option")
+        config = dataclasses.replace(as_engine_config(config), **options)
         with shown_load(Path(path).name, use_tqdm) as tell:
             parts = load_parts(path, config, tell=tell)
             with released_on_error(parts.close):
@@ -338,6 +350,7 @@ class Engine:
         *,
         output_schema: Any = None,
         use_tqdm: bool | None = None,
+        **options: Any,
     ) -> list[Generation]:
         """Generate for all prompts and return their generations in order.
 
@@ -349,8 +362,11 @@ class Engine:
                 the answer to a chat is in `Generation.reasoning`, not in the text.
             use_tqdm: Show on standard error how many rows are done, the tokens per second and the
                 time left, if it takes more than a second; by default only on a terminal.
+            options: Fields of `SamplingParams` for all prompts, in place of those of
+                `sampling_params`, such as ``max_tokens=5``.
 
         Raises:
+            UnknownOptionError: `options` has a name that is no sampling parameter.
             ConfigError: `sampling_params` for all prompts or `output_schema` cannot be used, or
                 both constrain the text. A bad prompt, or bad
                 parameters in a list, raise nothing: that generation has the finish reason "error".
@@ -358,7 +374,8 @@ class Engine:
             KeyboardInterrupt: As by Ctrl-C. The engine lets go of these rows and can go on with
                 others.
         """
-        schema, params = _read_schema(output_schema, sampling_params)
+        params = _with_options(sampling_params, options)
+        schema, params = _read_schema(output_schema, params)
         with self._call(prompts, use_tqdm) as call:
             generations = self._results(self._submit_all(prompts, params, call=call))
             return _parsed(self._answers(prompts, params, generations, schema), schema)
@@ -369,13 +386,15 @@ class Engine:
         sampling_params: Params | Sequence[Params] = None,
         *,
         output_schema: Any = None,
+        **options: Any,
     ) -> list[Generation]:
         """As `generate`, for coroutines: calls that wait at the same time share steps.
 
         Cancelling it drops its rows, also those that are being generated.
         """
         self._check_process()
-        schema, params = _read_schema(output_schema, sampling_params)
+        params = _with_options(sampling_params, options)
+        schema, params = _read_schema(output_schema, params)
         call = Call()
         with self._changed:
             self._check_open()
@@ -558,6 +577,7 @@ class Engine:
             use_tqdm: As for `generate`; so it is for `classify` and `embed`.
             options: Fields of `TaskOptions`.
         """
+        _check_list(prompts)
         each = _one_each("continuations", continuations, len(prompts))
         rows = [TaskRow(prompt, (one,)) for prompt, one in zip(prompts, each, strict=True)]
         return self.run_task(rows, {"task": "score", **options}, use_tqdm=use_tqdm)
@@ -574,7 +594,8 @@ class Engine:
 
         Found values are in `Generation.values`, as for `score` and `embed`.
         """
-        chosen = None if labels is None else tuple(labels)
+        _check_list(prompts)
+        chosen = None if labels is None else check_labels([*labels] if _is_list(labels) else labels)
         rows = [TaskRow(prompt, chosen) for prompt in prompts]
         task = {"task": "classify", "labels": chosen, **options}
         return self.run_task(rows, task, use_tqdm=use_tqdm)
@@ -583,8 +604,15 @@ class Engine:
         self, prompts: Sequence[Prompt], *, use_tqdm: bool | None = None, **options: Any
     ) -> list[Generation]:
         """Embeddings of prompts; needs `EngineConfig(head="none")`."""
+        _check_list(prompts)
         rows = [TaskRow(one) for one in prompts]
         return self.run_task(rows, {"task": "embed", **options}, use_tqdm=use_tqdm)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what vLLM's methods are called here."""
+        here = METHODS_OF_OTHERS.get(name)
+        hint = "" if here is None else f"; {here}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closing else "running" if self._failure is None else "failed"
@@ -917,9 +945,47 @@ def _resolve_future(resolve: Callable[[], None]) -> None:
         logger.exception("a callback that was added to a row's future raised; other rows go on")
 
 
+def _checked_parts(parts: object) -> EngineParts:
+    if not isinstance(parts, EngineParts):
+        raise ConfigError(
+            f"Engine({str(parts)!r:.60}) loads no model: use Engine.from_pretrained(...) with the "
+            "same path"
+        )
+    return parts
+
+
 def _check_list(prompts: object) -> None:
     if isinstance(prompts, (str, bytes, Mapping)):
         raise ConfigError(f"prompts is a {type(prompts).__name__}; it takes a list of prompts")
+    if isinstance(prompts, Sequence) and prompts and all(map(_is_message, prompts)):
+        raise ConfigError(
+            f"prompts is a list of {len(prompts)} messages, which are one chat; give a list of "
+            "chats, as [messages]"
+        )
+
+
+def _is_message(prompt: object) -> bool:
+    return isinstance(prompt, Mapping) and "role" in prompt
+
+
+def _with_options(
+    params: Params | Sequence[Params], options: Mapping[str, Any]
+) -> Params | Sequence[Params]:
+    check_names(options, SAMPLING_NAMES, "sampling parameter")
+    if not options:
+        return params
+    if _is_list(params):
+        return [_with_option(one, options) for one in params]
+    changed: Params = _with_option(params, options)
+    return changed
+
+
+def _with_option(params: Any, options: Mapping[str, Any]) -> Any:
+    if isinstance(params, SamplingParams):
+        return params.override(options)
+    if params is None or isinstance(params, Mapping):
+        return {**(params or {}), **options}
+    return params  # what reads them refuses them
 
 
 def _read_schema(

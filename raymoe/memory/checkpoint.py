@@ -23,8 +23,10 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
 )
 from torch import Tensor
 
@@ -339,6 +341,7 @@ def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size:
 
 logger = logging.getLogger(__name__)
 
+HUB_LIMIT_S = 3.0  # for an answer of the hub
 # Weights, configuration and tokenizer; no pickles and no code.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 # The same weights again, in the format of their publisher.
@@ -370,13 +373,23 @@ def find_model(model_source: str | Path) -> Path | None:
     return local_model(model_source) or _find_cached(str(model_source), None)
 
 
-def check_hub_is_known(name: str) -> None:
-    """Raise CheckpointError at once without a network, where downloads retry for half a minute."""
+def check_hub_is_known(name: str, *, revision: str | None = None) -> None:
+    """Ask the hub for a model once, where downloads retry for half a minute without a network.
+
+    Raises:
+        CheckpointError: The hub has no such model for this user, or does not answer.
+    """
     host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
     try:
         if not getproxies():  # else the host's name may be the proxy's to find
             socket.getaddrinfo(host, None)
-    except OSError as error:
+        url = huggingface_hub.hf_hub_url(name, CONFIG_FILE, revision=revision)
+        huggingface_hub.get_hf_file_metadata(url, timeout=HUB_LIMIT_S)
+    except RepositoryNotFoundError as error:
+        raise _unreachable(name, error) from error
+    except HfHubHTTPError:  # it answered; a download tries again or says what is wrong
+        return
+    except Exception as error:  # of the HTTP library, which depends on the hub's version
         raise _unreachable(name, error) from error
 
 
@@ -386,15 +399,26 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
     So is the file next to it that may name the quantisation (`read_config`).
     """
     try:
-        path = Path(huggingface_hub.hf_hub_download(name, CONFIG_FILE, revision=revision))
+        path = _fetch(name, CONFIG_FILE, revision)
         if "quantization_config" not in read_json_object(path.parent, path.name):
-            with contextlib.suppress(EntryNotFoundError):  # most models have none
-                huggingface_hub.hf_hub_download(name, QUANTIZATION_FILE, revision=revision)
+            # Most models have none; without a network, a copy in the cache is as it is.
+            with contextlib.suppress(EntryNotFoundError, CheckpointError):
+                _fetch(name, QUANTIZATION_FILE, revision)
         return path
     except RemoteEntryNotFoundError as error:
         raise _not_a_model(name, revision, error) from error
     except (OSError, ValueError) as error:
         raise _unreachable(name, error) from error
+
+
+def _fetch(name: str, file: str, revision: str | None) -> Path:
+    found = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(found, str):
+        return Path(found)
+    if found is not None:
+        raise EntryNotFoundError(f"{name} is known to have no {file}")
+    check_hub_is_known(name, revision=revision)
+    return Path(huggingface_hub.hf_hub_download(name, file, revision=revision))
 
 
 def _not_a_model(name: str, revision: str | None, error: Exception) -> CheckpointError:

@@ -1,6 +1,7 @@
 """The evaluation harness with our engine and with transformers: the same metrics."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from raymoe.engine.engine import Engine
-from raymoe.errors import ConfigError, UnknownOptionError
+from raymoe.errors import CheckpointError, ConfigError, UnknownOptionError
 from tests.local_ray import LOCAL_RAY
 from tests.tiny import make_checkpoint
 from tests.trained_model import save_trained, skip_without_trained
@@ -189,10 +190,114 @@ def test_what_it_does_not_know_is_named(model: Path) -> None:
         RaymoeLM(str(model), dtyp="float32")
     with pytest.raises(ConfigError, match="num_actors is 'two'; it takes a whole number"):
         RaymoeLM(str(model), num_actors="two")
+    with pytest.raises(ConfigError, match="enable_thinking needs think_end_token"):
+        RaymoeLM(str(model), enable_thinking=True)
+    with pytest.raises(ConfigError, match=r"gguf_file is 'a\.gguf'; give the"):
+        RaymoeLM(str(model), gguf_file="a.gguf")
+    with pytest.raises(ConfigError, match="chat_template_args is no JSON object"):
+        RaymoeLM(str(model), chat_template_args="{")
     with pytest.raises(ConfigError, match="generation_kwargs has num_beams"):
         _sampling_params({"max_gen_toks": 4, "num_beams": 3}, [])
     greedy = _sampling_params({"max_gen_toks": 4, "do_sample": False, "top_p": 0.5}, ["\n"])
-    assert (greedy.temperature, greedy.max_tokens) == (0.0, 4)
+    assert (greedy.temperature, greedy.top_p, greedy.max_tokens) == (0.0, 1.0, 4)
+
+
+GREEDY = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 24}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2, "top_p": 0.5, "num_beams": 1, "length_penalty": 1.0},
+    {"temperature": 0.0, "do_sample": None, "repetition_penalty": 1.0},
+    {"min_new_tokens": 20, "max_new_tokens": 22, "max_gen_toks": None},
+]
+HF_ARGUMENTS = {"trust_remote_code": False, "use_fast_tokenizer": True, "revision": "main"}
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        {},
+        {"think_end_token": "</think>"},
+        {"enable_thinking": False, "think_end_token": "7"},
+        {"chat_template_args": {"enable_thinking": False}},
+    ],
+)
+def test_answers_and_chats_are_those_of_transformers(
+    model: Path, tmp_path: Path, thinking: dict[str, Any]
+) -> None:
+    """Also with defaults of the checkpoint: some have a penalty in generation_config.json."""
+    from lm_eval.api.instance import Instance  # noqa: PLC0415 - may not be installed
+    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+
+    from raymoe.lm_eval import RaymoeLM  # noqa: PLC0415
+
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    settings = json.loads((directory / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 1.2}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    template = "{{ enable_thinking }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    asked = [{k: v for k, v in (GREEDY | more).items() if v is not None} for more in OPTIONS]
+    requests = [
+        Instance("generate_until", {}, (text, given), index)
+        for index, given in enumerate(asked)
+        for text in ("Question: who?\nAnswer:", "a b c d")
+    ]
+    options = {"dtype": "float32", "device": "cpu", **HF_ARGUMENTS, **thinking}
+    theirs = HFLM(pretrained=str(directory), batch_size=1, **options)
+    ours = RaymoeLM(str(directory), **options)
+    with ours.engine:
+        chat = [{"role": "user", "content": "who?"}]
+        assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+        wanted = theirs.generate_until(requests, disable_tqdm=True)
+        assert ours.generate_until(requests, disable_tqdm=True) == wanted
+        assert len(set(wanted)) > len(OPTIONS)
+
+
+def test_stop_strings_with_special_tokens_end_answers_as_of_transformers(model: Path) -> None:
+    """The harness reads them off the text with special tokens, and answers have none."""
+    from raymoe.lm_eval import RaymoeLM  # noqa: PLC0415 - may not be installed
+
+    harness = RaymoeLM(str(model), dtype="float32", device="cpu")
+    special = harness.tokenizer.eos_token
+    with harness.engine:
+        assert harness._plain(["x", special, f"{special}user", ""]) == ["x", special]
+        tokens = [
+            token
+            for part in ("ab", special, "user: c", special, "use")
+            for token in harness.tok_encode(part, add_special_tokens=False)
+        ]
+        every = harness.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert harness._answer(tokens, [f"{special}user"]) == every[: every.index("user") + 4]
+        assert harness._answer(tokens, [f"{special}us:", "c"]) == every[: every.index("c")]
+
+
+def test_reasoning_is_not_scored(model: Path) -> None:
+    from lm_eval.api.instance import Instance  # noqa: PLC0415 - may not be installed
+
+    from raymoe.lm_eval import RaymoeLM  # noqa: PLC0415
+
+    options = {"enable_thinking": True, "think_end_token": "</think>"}
+    harness = RaymoeLM(str(model), dtype="float32", device="cpu", **options)
+    with harness.engine, pytest.raises(ConfigError, match="a task scores continuations"):
+        harness.loglikelihood([Instance("loglikelihood", {}, ("a", "b"), 0)])
+
+
+def test_tokenizers_are_loaded_within_limits_and_without_code_of_a_repository(
+    model: Path, tmp_path: Path
+) -> None:
+    from raymoe.lm_eval import _load_tokenizer  # noqa: PLC0415 - may not be installed
+
+    shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "model" / "own.py").write_text("raise SystemExit('code of a repository ran')")
+    assert _load_tokenizer(tmp_path / "model", None).encode("a")
+    (tmp_path / "model" / "vocab.json").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="a link that leaves the model directory"):
+        _load_tokenizer(tmp_path / "model", None)
 
 
 def test_more_tokens_than_the_model_takes_are_refused(model: Path) -> None:

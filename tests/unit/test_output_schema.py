@@ -121,6 +121,10 @@ def test_what_is_no_type_of_a_column_is_refused_with_its_place(part, message):
         ({"type": "array", "items": {"type": "integer"}}, "of the type array; it takes an object"),
         ({"type": ["object", "null"], **of(a={"const": 1})}, None),
         ({**of(a={"const": 1}), "type": ["object", "null"]}, "object or null; it takes an object"),
+        (
+            of(a={"type": "string", "pattern": "(?=a)"}),
+            "$.properties.a.pattern: structured_outputs",
+        ),
         ({"type": "objekt"}, "output_schema is no JSON schema: $.type: 'objekt' is not valid"),
         ("/no/such/file.json", "output_schema /no/such/file.json"),
     ],

@@ -162,6 +162,10 @@ class TaskRow:
     prompt: Prompt | None
     continuations: Sequence[str | Sequence[int]] | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.continuations, str | bytes):  # else each letter would be one
+            raise ConfigError(f"continuations is {self.continuations!r:.60}; it takes a list")
+
 
 Part = tuple[Int32s, Int32s | None, str]  # tokens to compute, targets of the last ones, pooling
 

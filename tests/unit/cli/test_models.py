@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from raymoe.cli import run
+from raymoe.memory import checkpoint
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
@@ -75,6 +76,7 @@ def test_a_configuration_alone_is_enough(
     assert run(["models", str(config)]) == 0
     assert "2 of 4 experts, hidden 96" in words(capsys.readouterr().out)
     asked = []
+    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
     monkeypatch.setattr(
         huggingface_hub,
         "hf_hub_download",
@@ -102,6 +104,7 @@ def test_what_is_not_understood_is_refused(
     def fail(*_: object, **__: object) -> str:
         raise OSError("no network")
 
+    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     assert run(["models", "org/name"]) == 1
     assert "no network" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 
 from raymoe.config import EngineConfig, SamplingParams
 from raymoe.engine.engine import Engine
-from raymoe.errors import ConfigError, ExecutionError
+from raymoe.errors import ConfigError, ExecutionError, UnknownOptionError
 from tests.unit.engine.fakes import (
     BOS,
     QUICK,
@@ -177,6 +177,52 @@ def test_long_prompts_are_cut_to_leave_room_for_what_is_generated(make_engine, o
 def test_one_prompt_that_is_not_in_a_list_is_a_mistake_of_the_caller(make_engine):
     with pytest.raises(ConfigError, match="it takes a list of prompts"):
         make_engine().generate("hello")
+
+
+@pytest.mark.parametrize("call", [
+    lambda engine: engine.classify([[1]], labels="yes"),
+    lambda engine: engine.classify([[1]], labels=5),
+    lambda engine: engine.classify("hello", ["yes", "no"]),
+    lambda engine: engine.score("hello", ["a"] * 5),
+    lambda engine: engine.embed("hello"),
+])  # fmt: skip
+def test_a_text_is_no_list_of_its_letters(make_engine, call):
+    with pytest.raises(ConfigError, match="it takes a list of"):
+        call(make_engine())
+
+
+def test_messages_that_are_not_in_a_list_are_one_chat(make_engine):
+    chat = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
+    with pytest.raises(ConfigError, match=r"list of 2 messages, which are one chat.*\[messages\]"):
+        make_engine().generate(chat)
+
+
+def test_sampling_parameters_may_be_keywords(make_engine):
+    engine = make_engine()
+    prompts = [[1, 2], [3]]
+    for params in (None, {"max_tokens": 9}, SamplingParams(max_tokens=9), [None, {"n": 1}]):
+        found = engine.generate(prompts, params, max_tokens=3, temperature=0)
+        for prompt, one in zip(prompts, found, strict=True):
+            assert list(one.token_ids) == expected_tokens(prompt, 3)
+    with pytest.raises(ConfigError, match="sampling_params is a int"):
+        engine.generate(prompts, 5, max_tokens=3)
+    with pytest.raises(UnknownOptionError, match="did you mean 'max_tokens'"):
+        engine.generate(prompts, max_new_tokens=3)
+    with pytest.raises(UnknownOptionError, match="an adapter is an option of the engine"):
+        engine.generate(prompts, lora_request="a")
+
+
+def test_ways_of_others_to_make_and_call_an_engine_are_named(make_engine, tmp_path):
+    with pytest.raises(ConfigError, match=r"loads no model: use Engine\.from_pretrained"):
+        Engine(tmp_path)
+    with pytest.raises(ConfigError, match="engine_config is 'float32'; it takes an EngineConfig"):
+        Engine.from_pretrained(tmp_path, "float32")
+    for options in ({"config": {"devise": "cpu"}}, {"devise": "cpu"}):
+        with pytest.raises(UnknownOptionError, match="did you mean 'device'"):
+            Engine.from_pretrained(tmp_path, **options)
+    with pytest.raises(AttributeError, match=r"'Engine' object has no attribute 'chat'; chats are"):
+        make_engine().chat([])
+    assert not hasattr(make_engine(), "absent")
 
 
 def test_lists_of_different_lengths_are_a_mistake_of_the_caller(make_engine):

@@ -1,15 +1,25 @@
 """Regexes, EBNF and Lark in llguidance mean what they mean elsewhere, or are refused by name."""
 
+import json
 import random
 import re
+import string
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-from raymoe.engine.grammar_source import exact_regex, lark_of_grammar, regex_of_choice
+from raymoe.engine.grammar_source import (
+    exact_regex,
+    exact_schema,
+    lark_of_grammar,
+    regex_of_choice,
+)
 from raymoe.engine.workers.grammar_worker import PARSER_LIMITS, load_vocabulary
 from raymoe.errors import ConfigError
+from raymoe.output_schema import OutputSchema
 from tests.unit.engine.fakes import EOS, VOCAB_SIZE
+
+WORD = f"{string.ascii_letters}{string.digits}_"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,9 @@ def accepts(tokenizer_directory):
         ("(?=a)b", r"'\(\?='"), ("(?i)a", r"'\(\?i'"), ("a(?<!b)", r"'\(\?<'"), (r"\bword", "b'"),
         (r"(a)\1", "1'"), ("a++", r"'\+\+'"), ("a**", r"'\*\*'"), ("a{,3}", r"'\{'"),
         ("[]a]", r"'\[\]'"), ("[a-c--b]", "'--'"), ("[a", r"close the class"), (r"\A", "A'"),
-        ("a\\", "without this escape"), (r"\x{41}", "x'"),
+        ("a\\", "without this escape"), (r"\x{41}", "x'"), ("a)", r"'\)' .*write \\\)"),
+        ("(a|(b)", r"'\('"),
+        (r"\ud83d", "no character of a text"), (r"[\u{110000}]", "no character of a text"),
     ],
 )  # fmt: skip
 def test_regexes_that_mean_something_else_are_refused(pattern, message):
@@ -66,6 +78,51 @@ def test_regexes_accept_what_pythons_accept(accepts):
         assert accepts(grammar, text) == is_valid, (pattern, text)
         num_accepted += is_valid
     assert num_accepted > 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "members"),
+    [
+        (r"[\w-ä]", f"{WORD}-ä"),
+        (r"[+-\w]", f"+-{WORD}"),
+        (r"[.-\d]", ".-0123456789"),
+        (r"[\d-x]", "0123456789-x"),
+        (r"[\w-\.]", f"{WORD}-."),
+        (r"[\d-\s]", "0123456789- \n"),
+        (r"[^\S-a]", " \n"),
+        (r"[\p{Lu}-~]", "ABÄZ-~"),
+        (r"[a-b-~]", "ab-~"),
+        (r"[-a]", "-a"),
+        (r"[a\d-]", "a0123456789-"),
+        (r"[\x2b-\x2d]", "+,-"),
+        (r"[\u{61}-\u{63}]", "abc"),
+        (r"[\ud83d\ude00-\ud83d\ude01]", "😀😁"),
+        (r"[\--.]", "-."),
+        (r"[!-\-]", "!+,-"),
+    ],
+)
+def test_hyphens_beside_escapes_of_several_characters_are_hyphens(pattern, members, accepts):
+    grammar = LLMatcher.grammar_from_regex(exact_regex(pattern))
+    found = {text for text in "ABZÄabcxyzä019_+,-.!~@|\x7f \n😀😁" if accepts(grammar, text)}
+    assert found == {one for one in members if one in "ABZÄabcxyzä019_+,-.!~@|\x7f \n😀😁"}
+
+
+def test_constraints_and_schemas_have_one_dialect(accepts):
+    for pattern, valid, invalid in (
+        (r"^\p{Lu}\p{Ll}+$", "Éa", "éa"),
+        (r"^(?<year>\d{4})-(?P<month>\d{2})$", "2026-11", "2026-1"),
+        (r"^((?<a>x)|(?<a>y))\-$", "y-", "x"),
+        (r"^\u{61}\/\u0062$", "a/b", "u/b"),
+        (r"^[\w-\.]+@([\w-]+\.)+[\w-]{2,4}$", "a.b-c@d-e.org", "a+b@c.org"),
+    ):
+        grammar = LLMatcher.grammar_from_regex(exact_regex(pattern.strip("^$")))
+        assert [accepts(grammar, valid), accepts(grammar, invalid)] == [True, False]
+        text = {"type": "string", "pattern": pattern}
+        schema = {"type": "object", "properties": {"a": text}, "required": ["a"]}
+        constraint = exact_schema(OutputSchema.of(schema).text)
+        grammar = LLMatcher.grammar_from_json_schema(constraint)
+        assert accepts(grammar, json.dumps({"a": valid}, ensure_ascii=False))
+        assert not accepts(grammar, json.dumps({"a": invalid}, ensure_ascii=False))
 
 
 def test_choices_are_taken_as_they_are(accepts):

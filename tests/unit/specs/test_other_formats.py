@@ -14,6 +14,7 @@ from raymoe.config import EngineConfig
 from raymoe.data.generator import check_options
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import CheckpointError
+from raymoe.memory import checkpoint
 from raymoe.memory.checkpoint import Checkpoint, fetch_config
 from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
@@ -135,6 +136,7 @@ def test_repositories_of_the_hub_are_named_too(
         response = SimpleNamespace(headers={}, request=None)
         raise RemoteEntryNotFoundError("404", response=response)
 
+    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
     with pytest.raises(CheckpointError, match=f"'org/name' on the Hugging Face hub.*{match}"):

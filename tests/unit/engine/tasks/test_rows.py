@@ -173,3 +173,8 @@ def test_a_text_that_breaks_the_tokenizer_is_the_error_of_its_row(tokenizer, mon
     first, bad, second = encoder.encode(rows, truncates="error")
     assert isinstance(bad, UnicodeError)
     assert len(first.parts) == len(second.parts) == len(LABELS)
+
+
+def test_a_text_is_no_list_of_continuations():
+    with pytest.raises(ConfigError, match="continuations is 'yes'; it takes a list"):
+        TaskRow("a", "yes")
