@@ -241,11 +241,28 @@ def run_job(job: Job, console: Console) -> JobView:
     except Stopped as stop:
         console.print(f"{stop}: {describe_kept(job, run_stats)}")
         raise
+    difference = describe_difference(job, run_stats)
+    if difference:
+        console.print(difference)
     if run_stats.num_cut:
         console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers were cut off at "
             "their largest number of tokens; a larger --max-tokens lets them end by "
             "themselves")  # fmt: skip
     return watch.view
+
+
+def describe_difference(job: Job, run_stats: RunStats) -> str:
+    """Return what to say where not as many rows were written as the input had; "" where they were.
+
+    Rows are counted once before the job and once as they come out: files may change in between.
+    """
+    if run_stats.num_rows == job.num_rows:
+        return ""
+    return (
+        f"the input had {job.num_rows:,} rows to read when the job began, and "
+        f"{run_stats.num_rows:,} were read and written; if its files have changed since, run "
+        "it again with --resume"
+    )
 
 
 def describe_kept(job: Job, run_stats: RunStats) -> str:
