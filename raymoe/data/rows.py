@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
-from raymoe.data.batches import column_names, num_rows, plain_cell, plain_cells
+from raymoe.data.batches import as_identity, column_names, num_rows, plain_cell, plain_cells
 from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
 from raymoe.errors import ConfigError, describe
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
@@ -48,7 +48,7 @@ def read_cells(batch: Any, column: str | None) -> list[Any]:
 def _cells_outside_arrow(values: Any) -> list[Any]:
     try:
         return plain_cells(values)
-    except RecursionError:
+    except (RecursionError, *_UNREADABLE):
         return [_cell_outside_arrow(value) for value in values]
 
 
@@ -57,6 +57,8 @@ def _cell_outside_arrow(value: Any) -> Any:
         return plain_cell(value)
     except RecursionError:
         return BadCell("ValueError", f"is nested more than {MAX_LEVELS} levels deep")
+    except _UNREADABLE as error:
+        return BadCell(type(error).__name__, f"cannot be read: {shown(str(error))}")
 
 
 def _cells_of_arrow(array: pa.ChunkedArray) -> list[Any]:
@@ -341,6 +343,7 @@ def row_key(row_id: Any) -> int | None:
     """Return 63 bits that depend on the value and its type only; None for no id."""
     if row_id is None or isinstance(row_id, BadCell):
         return None
+    row_id = as_identity(row_id)
     text = f"{type(row_id).__name__}:{row_id}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
