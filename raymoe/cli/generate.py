@@ -644,7 +644,8 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
 
 def _open_source(given: Mapping[str, Any], options: Mapping[str, Any]) -> Source:
     texts = [options["task_options"].get("continuation_column", CONTINUATION_COLUMN)]
-    if given["prompt_template"] is None:  # else it is a column as others
+    is_text = given["prompt_column"] != given["messages_column"]
+    if is_text and given["prompt_template"] is None:  # else it is a column as others
         texts.append(given["prompt_column"])
     return open_source(
         given["input_"], text_columns=texts, id_column=given["id_column"], form=given["form"],

@@ -528,7 +528,8 @@ def content_columns(options: Mapping[str, Any]) -> tuple[str, ...]:
     task = read_task_of(options)
     named = [options.get(name, default) for name, default in PROMPT_COLUMNS.items()]
     named += [SAMPLING_COLUMN] if task is None else task.columns
-    return (*(name for name in named if name is not None), TEMPLATE_COLUMN)
+    # A column may be named for messages instead of prompts: it is read once.
+    return (*dict.fromkeys(name for name in named if name is not None), TEMPLATE_COLUMN)
 
 
 def innermost_reason(error: BaseException) -> str:

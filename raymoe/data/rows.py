@@ -235,6 +235,11 @@ class RowReader:
                 raise ConfigError(f"{option} {name!r} does not exist; {have}")
 
     @property
+    def _text_column(self) -> str | None:
+        """The column of prompts: one that is named for messages is none."""
+        return None if self.prompt_column == self.messages_column else self.prompt_column
+
+    @property
     def _only_column(self) -> str:
         is_chat = self.prompt_column == NO_COLUMN
         return self.messages_column if is_chat else self.prompt_column
@@ -260,7 +265,7 @@ class RowReader:
     def read(self, table: Any) -> list[RowRequest]:
         """Return one request for each row of a batch, in order; never raises for a row."""
         rows = zip(
-            read_cells(table, self.prompt_column),
+            read_cells(table, self._text_column),
             read_cells(table, self.messages_column),
             read_cells(table, SAMPLING_COLUMN),
             read_cells(table, self.id_column),
@@ -295,13 +300,12 @@ class RowReader:
     def _read_prompt(self, row: "_Row") -> Prompt:
         prompt, messages = row.prompt, row.messages
         if prompt is None and messages is None:
-            if NO_COLUMN in {self.prompt_column, self.messages_column}:
+            if self._text_column is None or NO_COLUMN in {self.prompt_column, self.messages_column}:
                 raise RowError("ValueError", self._only_column, "is null")
             other = f"and column {self.messages_column!r} has no messages"
             raise RowError("ValueError", self.prompt_column, f"is null {other}")
         if prompt is not None and messages is not None:
-            other = f"and column {self.messages_column!r} has messages; a row takes one of them"
-            raise RowError("ValueError", self.prompt_column, f"has a prompt {other}")
+            raise both_given(self.prompt_column, self.messages_column)
         if prompt is not None:
             return read_prompt(prompt, self.prompt_column)
         chat = read_messages(messages, self.messages_column)
@@ -348,6 +352,14 @@ def row_key(row_id: Any) -> int | None:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+def both_given(prompt_column: str, messages_column: str) -> RowError:
+    reason = (
+        f"has a prompt and column {messages_column!r} has messages; a row takes one of them: set "
+        "prompt_column or messages_column to a name that no column has, such as 'none'"
+    )
+    return RowError("ValueError", prompt_column, reason)
+
+
 def read_prompt(value: Any, column: str) -> str | list[int]:
     """Return the text or the token ids of a cell; raises `RowError` for anything else."""
     refuse_bad_cell(value, column)
@@ -363,6 +375,9 @@ def read_prompt(value: Any, column: str) -> str | list[int]:
     if not isinstance(value, list):
         found = f"is {shown(value)} ({type(value).__name__})"
         raise RowError("TypeError", column, f"{found}; it takes text or a list of token ids")
+    if isinstance(value[0], dict):
+        reason = "has a list of objects; if they are messages, name it by messages_column"
+        raise RowError("TypeError", column, reason)
     for position, token in enumerate(value):
         if type(token) is not int or token < 0:
             where = f"has {shown(token)} at position {position}"
