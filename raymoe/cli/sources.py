@@ -22,7 +22,7 @@ import ray.data
 
 from raymoe.cli.csv_rows import CsvHeader, CsvRow, CsvRows, read_header
 from raymoe.cli.one_schema import check_id_type, conform, unify
-from raymoe.cli.storage import NUM_READERS, Location
+from raymoe.cli.storage import COMPRESSIONS, NUM_READERS, Location
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
 from raymoe.data.rows import shown
 from raymoe.errors import CheckpointError, ConfigError
@@ -37,13 +37,15 @@ from raymoe.specs.files import parse_json_object
 from raymoe.units import MAX_EXACT_FLOAT, MAX_INT64
 
 PARQUET, JSON_LINES, CSV, ARROW = "parquet", "JSON lines", "CSV", "Arrow"
-COMPRESSED, ARROW_MAGIC = ".gz", b"ARROW1"
+COMPRESSED, ARROW_MAGIC = tuple(COMPRESSIONS), b"ARROW1"
 SUFFIXES = {
     PARQUET: (".parquet", ".pq"),
-    JSON_LINES: (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
-    CSV: (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    JSON_LINES: (".jsonl", ".ndjson"),
+    CSV: (".csv", ".tsv"),
     ARROW: (".arrow",),
 }
+# JSON lines too, if nothing else is in a directory: others put facts about their files there.
+JSON = ".json"
 
 
 def find_files(pattern: str) -> tuple[Location, ...]:
@@ -57,21 +59,39 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     """
     root = Location.parse(pattern)
     found = _saved_dataset(root) or _find(root)
-    files = tuple(sorted((one for one in found if kind_of(one)), key=lambda one: one.path))
+    files = [one for one in found if kind_of(one)]
+    if root.is_dir():
+        files = [one for one in files if not _is_json(one)] or files
     if not files:
-        known = ", ".join(one for suffixes in SUFFIXES.values() for one in suffixes)
+        known = ", ".join([*(one for suffixes in SUFFIXES.values() for one in suffixes), JSON])
         others = f"{len(found):,} files, but" if found else "nothing is there, or"
-        raise ConfigError(f"--input {root}: {others} no file that ends in {known}")
+        raise ConfigError(
+            f"--input {root}: {others} no file that ends in {known}, or for text in one of these "
+            f"and {', '.join(COMPRESSED)}"
+        )
     kinds = [kind for kind in SUFFIXES if kind in {kind_of(file) for file in files}]
     if len(kinds) > 1:
         raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")
-    return files
+    return tuple(sorted(files, key=lambda one: one.path))
 
 
 def kind_of(file: Location) -> str:
     """Return the key of `SUFFIXES` by the file's name; "" for other files."""
+    name = _plain_name(file)
+    if name.endswith(JSON):
+        return JSON_LINES
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
+    return kind if kind in (JSON_LINES, CSV) or not _is_compressed(file) else ""
+
+
+def _is_json(file: Location) -> bool:
+    return _plain_name(file).endswith(JSON)
+
+
+def _plain_name(file: Location) -> str:
+    """Return the name in small letters, without the end that says how it is compressed."""
     name = file.name.lower()
-    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
+    return PurePosixPath(name).stem if name.endswith(COMPRESSED) else name
 
 
 def _find(root: Location) -> list[Location]:
@@ -274,6 +294,19 @@ def _check_encoding(file: Location, line: bytes) -> None:
         )
 
 
+BEGIN_BYTES = 4096
+
+
+def _check_is_lines(file: Location, line: bytes) -> None:
+    """Refuse JSON that has several lines for a row, or all rows in one, by its first line."""
+    begin = b"".join(line[:BEGIN_BYTES].removeprefix(codecs.BOM_UTF8).split())[:2]
+    if begin in (b"[", b"{", b"[{"):
+        raise ConfigError(
+            f"{file} is JSON, but not JSON lines, which have one object on each line; convert it, "
+            f"for example with: jq -c '{'.[]' if begin.startswith(b'[') else '.'}'"
+        )
+
+
 def scan(
     files: Sequence[Location],
     prompt_columns: Collection[str],
@@ -290,10 +323,14 @@ def scan(
     cutter = Cutter(limit)
 
     def pieces(file: Location) -> Iterator[Piece]:
+        is_first = True
         for number, line in enumerate(_lines(file)):
             if number == 0:
                 _check_encoding(file, line)
             has_content = _has_content(line)
+            if has_content and is_first:
+                is_first = False
+                _check_is_lines(file, line)
             record = parse_line(line)[0] if has_content else None
             for key, value in (record or {}).items():
                 kinds.setdefault(key, set()).add(_kind(value))

@@ -1,5 +1,6 @@
 """Inputs: files, directories, globs, and ids that identify rows."""
 
+import bz2
 import gzip
 import json
 import uuid
@@ -318,3 +319,53 @@ def test_ids_that_no_output_keeps_are_refused(tmp_path):
         ConfigError, match=r"'id' of .*a\.parquet is struct<a: int64>, which cannot"
     ):
         open_ids(path)
+
+
+LINES = b'{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n'
+HALVES = LINES.splitlines(keepends=True)
+
+
+def zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+FILES = {
+    "a.json": LINES,
+    "a.json.gz": gzip.compress(LINES),
+    "a.JSONL.GZ": gzip.compress(LINES),
+    "a.jsonl.bz2": bz2.compress(LINES),
+    "members.jsonl.bz2": b"".join(map(bz2.compress, HALVES)),
+    "a.jsonl.zst": zstd(LINES),
+    "frames.ndjson.zst": b"".join(map(zstd, HALVES)),
+    "a.csv.zst": zstd(b"id,prompt\n1,a\n2,b\n"),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES)
+def test_text_is_decompressed_by_its_name(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    for place in (tmp_path, tmp_path / name):
+        source = open_ids(place)
+        assert (source.num_rows, len(source.ids)) == (2, 2)
+        assert [row["prompt"] for row in rows_of(source, "prompt")] == ["a", "b"]
+    if name.endswith((".gz", ".bz2", ".zst")):
+        (tmp_path / name).write_bytes(content[:-4])
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            open_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"id": 1}]', '[\n{"id": 1}\n]', '\n{\n "id": 1\n}\n', '[ {\n"id":']
+)
+def test_json_that_is_not_lines_is_refused_with_what_to_do(tmp_path, text):
+    for name in ("a.json", "a.jsonl"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"{name} is JSON, but not JSON lines.* jq -c"):
+            open_ids(tmp_path / name)
+
+
+def test_facts_beside_the_files_of_a_directory_are_no_rows(tmp_path):
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    assert [file.name for file in find_files(str(tmp_path))] == ["a.jsonl"]
+    assert len(find_files(f"{tmp_path}/*.json*")) == 2
