@@ -153,3 +153,18 @@ def check_id_type(kind: pa.DataType, id_column: str, where: Sequence[object]) ->
             f"column {id_column!r} of {where[0]} is {kind}, which cannot identify rows "
             "(--id-column); write it as text or whole numbers"
         )
+
+
+def check_id_of_lines(kind: pa.DataType, id_column: str) -> None:
+    """Refuse ids that JSON lines hold as text of which a resumed job cannot make them again.
+
+    Raises:
+        ConfigError: They are neither text, numbers nor booleans.
+    """
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if not (is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise ConfigError(
+            f"column {id_column!r} (--id-column) is {kind}, which JSON lines cannot hold; write "
+            "parquet, by an --output that does not end in .jsonl, or make the ids text"
+        )

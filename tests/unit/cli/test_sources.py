@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli import sources
+from raymoe.cli.one_schema import check_id_of_lines
 from raymoe.cli.sources import TemplatedSource, check_ids, find_files, open_source
 from raymoe.cli.storage import Location
 from raymoe.data.prompt_template import PromptTemplate
@@ -369,3 +370,17 @@ def test_facts_beside_the_files_of_a_directory_are_no_rows(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     assert [file.name for file in find_files(str(tmp_path))] == ["a.jsonl"]
     assert len(find_files(f"{tmp_path}/*.json*")) == 2
+
+
+def test_ids_that_json_lines_cannot_hold_are_refused_before_the_first_run():
+    for kind in (pa.string(), pa.large_string(), pa.int32(), pa.uint64(), pa.float64()):
+        check_id_of_lines(kind, "key")
+    for kind in (
+        pa.timestamp("us"),
+        pa.date32(),
+        pa.decimal128(5, 2),
+        pa.binary(),
+        pa.time64("us"),
+    ):
+        with pytest.raises(ConfigError, match=r"'key' .* JSON lines cannot hold; write parquet"):
+            check_id_of_lines(kind, "key")
