@@ -16,6 +16,7 @@ from rich.console import Console
 
 from raymoe.cli.checks import check_money, num_actors_or_auto
 from raymoe.cli.dry_run import show_first_rows
+from raymoe.cli.one_schema import check_id_of_lines
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
     Job,
@@ -30,7 +31,7 @@ from raymoe.cli.resume import Lease, ResumeState, count_written, find_written
 from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
 from raymoe.cli.storage import Location, without_secrets
-from raymoe.cli.writers import check_apart, open_writer
+from raymoe.cli.writers import JsonlWriter, check_apart, open_writer
 from raymoe.config import (
     AUTO,
     DEVICES,
@@ -642,6 +643,8 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
     lease, columns = Lease(state.output), _content_columns(options, source)
     writer = open_writer(state.output, source, has_samples=given["samples_as_rows"],
                          content_columns=columns, run=lease.run)  # fmt: skip
+    if id_column is not None and isinstance(writer, JsonlWriter):
+        check_id_of_lines(source.schema.field(id_column).type, id_column)
     job = Job(
         source=source, options=options, engine_config=config, id_column=id_column, writer=writer,
         lease=lease, journal_dir=None if given["no_journal"] else state.journal,
@@ -653,7 +656,8 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
 
 def _open_source(given: Mapping[str, Any], options: Mapping[str, Any]) -> Source:
     texts = [options["task_options"].get("continuation_column", CONTINUATION_COLUMN)]
-    if given["prompt_template"] is None:  # else it is a column as others
+    is_text = given["prompt_column"] != given["messages_column"]
+    if is_text and given["prompt_template"] is None:  # else it is a column as others
         texts.append(given["prompt_column"])
     return open_source(
         given["input_"], text_columns=texts, id_column=given["id_column"], form=given["form"],

@@ -246,11 +246,28 @@ def run_job(job: Job, console: Console) -> JobView:
     except Stopped as stop:
         console.print(f"{stop}: {describe_kept(job, run_stats)}")
         raise
+    difference = describe_difference(job, run_stats)
+    if difference:
+        console.print(difference)
     if run_stats.num_cut:
         console.print(f"{run_stats.num_cut:,} of {run_stats.num_rows:,} answers were cut off at "
             "their largest number of tokens; a larger --max-tokens lets them end by "
             "themselves")  # fmt: skip
     return watch.view
+
+
+def describe_difference(job: Job, run_stats: RunStats) -> str:
+    """Return what to say where not as many rows were written as the input had; "" where they were.
+
+    Rows are counted once before the job and once as they come out: files may change in between.
+    """
+    if run_stats.num_rows == job.num_rows:
+        return ""
+    return (
+        f"the input had {job.num_rows:,} rows to read when the job began, and "
+        f"{run_stats.num_rows:,} were read and written; if its files have changed since, run "
+        "it again with --resume"
+    )
 
 
 def describe_kept(job: Job, run_stats: RunStats) -> str:
@@ -519,7 +536,8 @@ def content_columns(options: Mapping[str, Any]) -> tuple[str, ...]:
     task = read_task_of(options)
     named = [options.get(name, default) for name, default in PROMPT_COLUMNS.items()]
     named += [SAMPLING_COLUMN] if task is None else task.columns
-    return (*(name for name in named if name is not None), TEMPLATE_COLUMN)
+    # A column may be named for messages instead of prompts: it is read once.
+    return (*dict.fromkeys(name for name in named if name is not None), TEMPLATE_COLUMN)
 
 
 def innermost_reason(error: BaseException) -> str:

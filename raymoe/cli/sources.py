@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +21,8 @@ import ray
 import ray.data
 
 from raymoe.cli.csv_rows import CsvHeader, CsvRow, CsvRows, read_header
-from raymoe.cli.storage import NUM_READERS, Location, help_for, reason_of
+from raymoe.cli.one_schema import check_id_type, conform, unify
+from raymoe.cli.storage import COMPRESSIONS, NUM_READERS, Location
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
 from raymoe.data.rows import shown
 from raymoe.errors import CheckpointError, ConfigError
@@ -35,13 +37,15 @@ from raymoe.specs.files import parse_json_object
 from raymoe.units import MAX_EXACT_FLOAT, MAX_INT64
 
 PARQUET, JSON_LINES, CSV, ARROW = "parquet", "JSON lines", "CSV", "Arrow"
-COMPRESSED, ARROW_MAGIC = ".gz", b"ARROW1"
+COMPRESSED, ARROW_MAGIC = tuple(COMPRESSIONS), b"ARROW1"
 SUFFIXES = {
     PARQUET: (".parquet", ".pq"),
-    JSON_LINES: (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
-    CSV: (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    JSON_LINES: (".jsonl", ".ndjson"),
+    CSV: (".csv", ".tsv"),
     ARROW: (".arrow",),
 }
+# JSON lines too, if nothing else is in a directory: others put facts about their files there.
+JSON = ".json"
 
 
 def find_files(pattern: str) -> tuple[Location, ...]:
@@ -55,21 +59,39 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     """
     root = Location.parse(pattern)
     found = _saved_dataset(root) or _find(root)
-    files = tuple(sorted((one for one in found if kind_of(one)), key=lambda one: one.path))
+    files = [one for one in found if kind_of(one)]
+    if root.is_dir():
+        files = [one for one in files if not _is_json(one)] or files
     if not files:
-        known = ", ".join(one for suffixes in SUFFIXES.values() for one in suffixes)
+        known = ", ".join([*(one for suffixes in SUFFIXES.values() for one in suffixes), JSON])
         others = f"{len(found):,} files, but" if found else "nothing is there, or"
-        raise ConfigError(f"--input {root}: {others} no file that ends in {known}")
+        raise ConfigError(
+            f"--input {root}: {others} no file that ends in {known}, or for text in one of these "
+            f"and {', '.join(COMPRESSED)}"
+        )
     kinds = [kind for kind in SUFFIXES if kind in {kind_of(file) for file in files}]
     if len(kinds) > 1:
         raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")
-    return files
+    return tuple(sorted(files, key=lambda one: one.path))
 
 
 def kind_of(file: Location) -> str:
     """Return the key of `SUFFIXES` by the file's name; "" for other files."""
+    name = _plain_name(file)
+    if name.endswith(JSON):
+        return JSON_LINES
+    kind = next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
+    return kind if kind in (JSON_LINES, CSV) or not _is_compressed(file) else ""
+
+
+def _is_json(file: Location) -> bool:
+    return _plain_name(file).endswith(JSON)
+
+
+def _plain_name(file: Location) -> str:
+    """Return the name in small letters, without the end that says how it is compressed."""
     name = file.name.lower()
-    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "")
+    return PurePosixPath(name).stem if name.endswith(COMPRESSED) else name
 
 
 def _find(root: Location) -> list[Location]:
@@ -272,6 +294,19 @@ def _check_encoding(file: Location, line: bytes) -> None:
         )
 
 
+BEGIN_BYTES = 4096
+
+
+def _check_is_lines(file: Location, line: bytes) -> None:
+    """Refuse JSON that has several lines for a row, or all rows in one, by its first line."""
+    begin = b"".join(line[:BEGIN_BYTES].removeprefix(codecs.BOM_UTF8).split())[:2]
+    if begin in (b"[", b"{", b"[{"):
+        raise ConfigError(
+            f"{file} is JSON, but not JSON lines, which have one object on each line; convert it, "
+            f"for example with: jq -c '{'.[]' if begin.startswith(b'[') else '.'}'"
+        )
+
+
 def scan(
     files: Sequence[Location],
     prompt_columns: Collection[str],
@@ -288,10 +323,14 @@ def scan(
     cutter = Cutter(limit)
 
     def pieces(file: Location) -> Iterator[Piece]:
+        is_first = True
         for number, line in enumerate(_lines(file)):
             if number == 0:
                 _check_encoding(file, line)
             has_content = _has_content(line)
+            if has_content and is_first:
+                is_first = False
+                _check_is_lines(file, line)
             record = parse_line(line)[0] if has_content else None
             for key, value in (record or {}).items():
                 kinds.setdefault(key, set()).add(_kind(value))
@@ -517,20 +556,6 @@ class Source(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource(Source):
-    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        for location in self.files:
-            with location.open_file() as opened, pq.ParquetFile(opened) as file:
-                names = [name for name in columns if name in file.schema_arrow.names]
-                for batch in file.iter_batches(columns=names):
-                    yield pa.table(batch)
-
-    def dataset(self) -> ray.data.Dataset:
-        paths = [file.path for file in self.files]
-        return ray.data.read_parquet(paths, filesystem=self.files[0].filesystem)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SplitSource(Source):
     """Files that our own readers read: one bad row of text is one error row."""
 
@@ -547,6 +572,16 @@ class SplitSource(Source):
         listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
         read = functools.partial(_read_listed, read=self.read)
         return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSource(SplitSource):
+    """Files with types of their own, whose columns can be read one by one."""
+
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        read: Any = self.read
+        for split in self.splits:
+            yield from read(split, columns=tuple(columns))
 
 
 def _read_listed(listed: pa.Table, *, read: Reader) -> Iterator[pa.Table]:
@@ -626,10 +661,8 @@ def open_source(
         source: Source = _open_jsonl(files, text_columns, id_column, limit)
     elif kind == CSV:
         source = _open_csv(files, id_column, limit)
-    elif kind == PARQUET and limit is None:
-        source = _open_parquet(files, id_column)
     else:
-        source = _open_pieces(files, id_column, limit)
+        source = _open_tables(files, id_column, limit)
     if id_column is not None:
         check_ids(source.ids, id_column)
     return source
@@ -671,50 +704,112 @@ def _open_csv(files: Sequence[Location], id_column: str | None, limit: int | Non
     )  # fmt: skip
 
 
-def _open_pieces(
+def _open_tables(
     files: Sequence[Location], id_column: str | None, limit: int | None
-) -> SplitSource:
-    """Open files of Arrow, or the first rows of parquet."""
+) -> TableSource:
+    """Open files of parquet or Arrow: their columns together, even if few rows count."""
     is_parquet = kind_of(files[0]) == PARQUET
-    cutter, schemas = Cutter(limit), []
-    for file in files:
-        if cutter.is_full:
-            break
-        with file.explained(f"read as {kind_of(file)}"):
-            schema, pieces = _row_groups(file) if is_parquet else _record_batches(file)
-            schemas.append(schema)
-            cutter.cut(file, pieces, is_whole=not (is_parquet or file.is_local))
-    read = functools.partial(read_row_groups if is_parquet else read_arrow, root=files[0])
-    source = SplitSource(
-        files=tuple(files), schema=pa.unify_schemas(schemas, promote_options="permissive"),
-        num_rows=cutter.num_rows, ids=pa.array([], pa.null()), splits=tuple(cutter.splits),
-        read=read,
+    read_head = _row_groups if is_parquet else _record_batches
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        heads = list(pool.map(functools.partial(_read_head, read_head=read_head), files))
+    cutter = Cutter(limit)
+    for file, head in zip(files, heads, strict=True):
+        if not cutter.is_full:
+            with file.explained(f"read as {kind_of(file)}"):
+                cutter.cut(file, head.pieces, is_whole=not (is_parquet or file.is_local))
+    schema = unify({str(file): head.schema for file, head in zip(files, heads, strict=True)})
+    read = read_row_groups if is_parquet else read_arrow
+    source = TableSource(
+        files=tuple(files), schema=schema, num_rows=cutter.num_rows, ids=pa.array([], pa.null()),
+        splits=tuple(cutter.splits), read=functools.partial(read, schema=schema, root=files[0]),
     )  # fmt: skip
-    if id_column is None:
-        return source
-    if id_column not in source.schema.names:
-        raise _no_ids(files[0], id_column, source.schema.names)
-    found = [table.column(id_column) for table in source.tables([id_column])]
+    return source if id_column is None else replace(source, ids=_read_ids(source, heads, id_column))
+
+
+class _Head(NamedTuple):
+    schema: pa.Schema
+    pieces: Iterable[Piece]
+
+
+def _read_head(
+    file: Location, *, read_head: Callable[[Location], tuple[pa.Schema, Iterable[Piece]]]
+) -> _Head:
+    with file.explained(f"read as {kind_of(file)}"):
+        return _Head(*read_head(file))
+
+
+def _read_ids(source: TableSource, heads: Sequence[_Head], id_column: str) -> pa.Array:
+    for file, head in zip(source.files, heads, strict=True):
+        if id_column not in head.schema.names:
+            raise _no_ids(file, id_column, head.schema.names)
     kind = source.schema.field(id_column).type
-    chunks = [chunk for column in found for chunk in column.cast(kind).chunks]
-    return replace(source, ids=_combine(pa.chunked_array(chunks, kind)))
+    check_id_type(kind, id_column, source.files)
+
+    def read(split: Split) -> list[pa.Array]:
+        tables = replace(source, splits=(split,)).tables([id_column])
+        return [chunk for table in tables for chunk in table.column(id_column).chunks]
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        chunks = [chunk for some in pool.map(read, source.splits) for chunk in some]
+    return _combine(pa.chunked_array(chunks, kind))
 
 
 def _row_groups(file: Location) -> tuple[pa.Schema, list[Piece]]:
     with file.open_file() as opened, pq.ParquetFile(opened) as parquet:
         counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        return parquet.schema_arrow, [Piece(1, count) for count in counts]
+        schema = parquet.schema_arrow
+    for name in _partitions(file.path):
+        if name not in schema.names:
+            schema = schema.append(pa.field(name, pa.string()))
+    return schema, [Piece(1, count) for count in counts]
 
 
-def read_row_groups(split: Split, *, root: Location) -> Iterator[pa.Table]:
-    """Yield the first rows of some row groups of a parquet file."""
-    left = split.num_rows
-    with root.at(split.path).open_file() as opened, pq.ParquetFile(opened) as file:
+NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # what Hive, Spark and Arrow write for null
+
+
+def _partitions(path: str) -> dict[str, str | None]:
+    """Return the columns that the directories of a file name, as `KEY=VALUE`."""
+    pairs = [part.partition("=") for part in PurePosixPath(path).parts[:-1]]
+    named = {unquote(key): unquote(value) for key, equals, value in pairs if key and equals}
+    return {key: None if value == NO_PARTITION else value for key, value in named.items()}
+
+
+def read_row_groups(
+    split: Split, *, schema: pa.Schema, root: Location, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yield the first rows of some row groups of a parquet file, with the columns of all files."""
+    left, location = split.num_rows, root.at(split.path)
+    schema = _chosen(schema, columns)
+    partitions = _partitions(split.path)
+    with location.open_file() as opened, pq.ParquetFile(opened) as file:
         groups = [*range(split.offset, split.offset + split.size)]
-        for batch in file.iter_batches(SPLIT_ROWS, row_groups=groups):
+        own = file.schema_arrow.names
+        names = [name for name in schema.names if name in own]
+        for batch in file.iter_batches(SPLIT_ROWS, row_groups=groups, columns=names):
             if left > 0:
-                yield pa.table(batch.slice(0, left))
+                table = pa.table(batch.slice(0, left))
+                for name, value in partitions.items():
+                    if name in schema.names and name not in own:
+                        table = table.append_column(name, _repeated(value, table.num_rows))
+                yield _conformed(table, schema, location)
             left -= batch.num_rows
+
+
+def _repeated(value: str | None, num_rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, pa.string()), num_rows)
+
+
+def _chosen(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    if columns is None:
+        return schema
+    return pa.schema([schema.field(name) for name in columns if name in schema.names])
+
+
+def _conformed(table: pa.Table, schema: pa.Schema, location: Location) -> pa.Table:
+    try:
+        return conform(table, schema)
+    except ConfigError as error:
+        raise ConfigError(f"{location}: {error}") from error
 
 
 def _record_batches(file: Location) -> tuple[pa.Schema, Iterator[Piece]]:
@@ -729,13 +824,17 @@ def _record_batches(file: Location) -> tuple[pa.Schema, Iterator[Piece]]:
     return schema, pieces()
 
 
-def read_arrow(split: Split, *, root: Location) -> Iterator[pa.Table]:
+def read_arrow(
+    split: Split, *, schema: pa.Schema, root: Location, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
     """Yield the first rows of some record batches of a file or stream of Arrow."""
     left, end = split.num_rows, None if split.size == WHOLE else split.offset + split.size
-    with _open_arrow(root.at(split.path)) as reader:
+    location, schema = root.at(split.path), _chosen(schema, columns)
+    with _open_arrow(location) as reader:
         for batch in itertools.islice(_batches(reader), split.offset, end):
             for begin in range(0, min(batch.num_rows, left), SPLIT_ROWS):
-                yield pa.table(batch.slice(begin, min(SPLIT_ROWS, left - begin)))
+                rows = batch.slice(begin, min(SPLIT_ROWS, left - begin))
+                yield _conformed(pa.table(rows), schema, location)
             left -= min(batch.num_rows, left)
 
 
@@ -756,40 +855,6 @@ def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         yield from reader
-
-
-def _open_parquet(files: Sequence[Location], id_column: str | None) -> ParquetSource:
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        heads = list(pool.map(lambda file: _read_head(file, id_column), files))
-    schema = pa.unify_schemas([head.schema for head in heads], promote_options="permissive")
-    ids = pa.chunked_array([head.ids for head in heads])
-    num_rows = sum(head.num_rows for head in heads)
-    return ParquetSource(files=tuple(files), schema=schema, num_rows=num_rows, ids=_combine(ids))
-
-
-class _Head(NamedTuple):
-    schema: pa.Schema
-    num_rows: int
-    ids: pa.Array
-
-
-def _read_head(location: Location, id_column: str | None) -> _Head:
-    try:
-        with location.open_file() as opened, pq.ParquetFile(opened) as file:
-            ids = pa.array([], pa.null())
-            if id_column is not None:
-                ids = _read_ids(file, location, id_column)
-            return _Head(file.schema_arrow, file.metadata.num_rows, ids)
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{location} cannot be read as parquet: {reason_of(error)}{help_for(error)}"
-        ) from error
-
-
-def _read_ids(file: pq.ParquetFile, location: Location, id_column: str) -> pa.Array:
-    if id_column not in file.schema_arrow.names:
-        raise _no_ids(location, id_column, file.schema_arrow.names)
-    return _combine(file.read(columns=[id_column]).column(id_column))
 
 
 def _no_ids(file: Location, id_column: str, names: Sequence[str]) -> ConfigError:

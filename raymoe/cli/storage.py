@@ -126,6 +126,7 @@ def _send(filesystem: fs.FileSystem, path: str, chunks: Iterable[bytes]) -> None
 
 # A file of these appears when it is complete, under its own name; they have no directories.
 OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # of text, by the end of its name
 NUM_READERS = 16  # files that are read at once where there are many: each takes a round trip
 BUFFER_BYTES = 8 << 20  # of lines that are read: each buffer is a request
 SPOOL_BYTES = 64 << 20  # what waits to be sent is kept in memory up to this size
@@ -266,7 +267,9 @@ class Location:
 
     def open_lines(self) -> io.BufferedReader:
         self.check_regular()
-        return io.BufferedReader(self.filesystem.open_input_stream(self.path), BUFFER_BYTES)
+        compression = COMPRESSIONS.get(self.suffix.lower())
+        stream = self.filesystem.open_input_stream(self.path, compression=compression)
+        return io.BufferedReader(stream, BUFFER_BYTES)
 
     def read_bytes(self) -> bytes:
         with self.open_file() as file:

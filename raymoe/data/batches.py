@@ -4,6 +4,7 @@ Each cell is read by itself, so that the format does not change what a row is, n
 of its batch.
 """
 
+import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,8 +63,7 @@ def plain_cells(values: Any) -> list[Any]:
 def plain_cell(value: Any) -> Any:
     """Return a cell as Python has it: lists, dicts, text, numbers; None for a missing value."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
-        is_time = value.dtype.kind in "mM"
-        value = pa.scalar(value).as_py() if is_time else value.item()
+        value = _time(value) if value.dtype.kind in "mM" else value.item()
     if _is_missing(value):
         return None
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OmM":
@@ -74,6 +74,40 @@ def plain_cell(value: Any) -> Any:
         cells = [plain_cell(item) for item in value]
         return dict(cells) if cells and all(_is_entry(item) for item in value) else cells
     return value
+
+
+def _time(value: Any) -> Any:
+    """Return a time of NumPy as Arrow has it: a date, a time in microseconds, or pandas' own."""
+    kind = value.dtype.kind
+    if np.isnat(value) or np.datetime_data(value.dtype)[0] in "YMWD":
+        return value.item()
+    coarse = value.astype(f"{kind}8[us]")
+    return coarse.item() if coarse == value else pa.scalar(value.astype(f"{kind}8[ns]")).as_py()
+
+
+def as_identity(value: Any) -> Any:
+    """Return the same value for an id, whichever format of batches has it.
+
+    NumPy makes whole numbers with missing values floats, dates times, and times those of UTC;
+    pandas has types of its own for times.
+    """
+    if isinstance(value, float):
+        return _as_integer(value)
+    if isinstance(value, datetime.timedelta):
+        nanoseconds = getattr(value, "nanoseconds", 0)  # of pandas
+        plain = datetime.timedelta(value.days, value.seconds, value.microseconds)
+        return value if nanoseconds else plain
+    if isinstance(value, datetime.datetime):
+        if value.tzinfo is not None:
+            value = value.astimezone(datetime.UTC).replace(tzinfo=None)
+        return value if getattr(value, "nanosecond", 0) else _plain_datetime(value)
+    if isinstance(value, datetime.date):
+        return datetime.datetime(value.year, value.month, value.day)
+    return value
+
+
+def _plain_datetime(value: datetime.datetime) -> datetime.datetime:
+    return datetime.datetime.combine(value.date(), value.time())
 
 
 def with_columns(batch: Any, columns: Mapping[str, pa.Array]) -> Any:

@@ -20,6 +20,7 @@ from raymoe.data.rows import (
     BadCell,
     RowError,
     as_text,
+    both_given,
     check_encodes,
     decode,
     read_cells,
@@ -244,9 +245,10 @@ class PromptTemplate:
         if self.prompt is not None:
             return [*system, {"role": "user", "content": texts["prompt"]}]
         prompt, messages = row.get(self.prompt_column), row.get(self.messages_column)
+        if self.prompt_column == self.messages_column:
+            prompt = None
         if messages is not None and prompt is not None:
-            both = f"has a prompt and column {self.messages_column!r} has messages"
-            raise RowError("ValueError", self.prompt_column, f"{both}; a row takes one of them")
+            raise both_given(self.prompt_column, self.messages_column)
         if messages is not None:
             chat = read_messages(messages, self.messages_column)
             if system and chat[0]["role"] in SYSTEM_ROLES:

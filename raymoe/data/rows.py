@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
-from raymoe.data.batches import column_names, num_rows, plain_cell, plain_cells
+from raymoe.data.batches import as_identity, column_names, num_rows, plain_cell, plain_cells
 from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
 from raymoe.errors import ConfigError, describe
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
@@ -48,7 +48,7 @@ def read_cells(batch: Any, column: str | None) -> list[Any]:
 def _cells_outside_arrow(values: Any) -> list[Any]:
     try:
         return plain_cells(values)
-    except RecursionError:
+    except (RecursionError, *_UNREADABLE):
         return [_cell_outside_arrow(value) for value in values]
 
 
@@ -57,6 +57,8 @@ def _cell_outside_arrow(value: Any) -> Any:
         return plain_cell(value)
     except RecursionError:
         return BadCell("ValueError", f"is nested more than {MAX_LEVELS} levels deep")
+    except _UNREADABLE as error:
+        return BadCell(type(error).__name__, f"cannot be read: {shown(str(error))}")
 
 
 def _cells_of_arrow(array: pa.ChunkedArray) -> list[Any]:
@@ -233,6 +235,11 @@ class RowReader:
                 raise ConfigError(f"{option} {name!r} does not exist; {have}")
 
     @property
+    def _text_column(self) -> str | None:
+        """The column of prompts: one that is named for messages is none."""
+        return None if self.prompt_column == self.messages_column else self.prompt_column
+
+    @property
     def _only_column(self) -> str:
         is_chat = self.prompt_column == NO_COLUMN
         return self.messages_column if is_chat else self.prompt_column
@@ -258,7 +265,7 @@ class RowReader:
     def read(self, table: Any) -> list[RowRequest]:
         """Return one request for each row of a batch, in order; never raises for a row."""
         rows = zip(
-            read_cells(table, self.prompt_column),
+            read_cells(table, self._text_column),
             read_cells(table, self.messages_column),
             read_cells(table, SAMPLING_COLUMN),
             read_cells(table, self.id_column),
@@ -293,13 +300,12 @@ class RowReader:
     def _read_prompt(self, row: "_Row") -> Prompt:
         prompt, messages = row.prompt, row.messages
         if prompt is None and messages is None:
-            if NO_COLUMN in {self.prompt_column, self.messages_column}:
+            if self._text_column is None or NO_COLUMN in {self.prompt_column, self.messages_column}:
                 raise RowError("ValueError", self._only_column, "is null")
             other = f"and column {self.messages_column!r} has no messages"
             raise RowError("ValueError", self.prompt_column, f"is null {other}")
         if prompt is not None and messages is not None:
-            other = f"and column {self.messages_column!r} has messages; a row takes one of them"
-            raise RowError("ValueError", self.prompt_column, f"has a prompt {other}")
+            raise both_given(self.prompt_column, self.messages_column)
         if prompt is not None:
             return read_prompt(prompt, self.prompt_column)
         chat = read_messages(messages, self.messages_column)
@@ -341,8 +347,17 @@ def row_key(row_id: Any) -> int | None:
     """Return 63 bits that depend on the value and its type only; None for no id."""
     if row_id is None or isinstance(row_id, BadCell):
         return None
+    row_id = as_identity(row_id)
     text = f"{type(row_id).__name__}:{row_id}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def both_given(prompt_column: str, messages_column: str) -> RowError:
+    reason = (
+        f"has a prompt and column {messages_column!r} has messages; a row takes one of them: set "
+        "prompt_column or messages_column to a name that no column has, such as 'none'"
+    )
+    return RowError("ValueError", prompt_column, reason)
 
 
 def read_prompt(value: Any, column: str) -> str | list[int]:
@@ -360,6 +375,9 @@ def read_prompt(value: Any, column: str) -> str | list[int]:
     if not isinstance(value, list):
         found = f"is {shown(value)} ({type(value).__name__})"
         raise RowError("TypeError", column, f"{found}; it takes text or a list of token ids")
+    if isinstance(value[0], dict):
+        reason = "has a list of objects; if they are messages, name it by messages_column"
+        raise RowError("TypeError", column, reason)
     for position, token in enumerate(value):
         if type(token) is not int or token < 0:
             where = f"has {shown(token)} at position {position}"

@@ -20,6 +20,7 @@ from raymoe.cli.pipeline import (
     JobWatch,
     _dataset,
     _ensure_token,
+    describe_difference,
     describe_kept,
 )
 from raymoe.cli.sources import open_source
@@ -70,6 +71,15 @@ def write_journal(directory, *, name="rows-a.journal", keys, damage=b""):
     directory.mkdir(exist_ok=True)
     records = [pack_record(key.to_bytes(16, "big"), b"row") for key in keys]
     (directory / name).write_bytes(b"raymoej1" + b"".join(records) + damage)
+
+
+def test_a_job_whose_input_lost_rows_says_so():
+    job = SimpleNamespace(num_rows=2000)
+    assert describe_difference(job, RunStats(total_rows=2000, num_rows=2000)) == ""
+    said = describe_difference(job, RunStats(total_rows=2000, num_rows=1900))
+    assert "had 2,000 rows" in said
+    assert "1,900 were read" in said
+    assert "--resume" in said
 
 
 def test_what_a_stopped_job_keeps_is_counted(tmp_path):

@@ -1,13 +1,17 @@
 """Inputs: files, directories, globs, and ids that identify rows."""
 
+import bz2
 import gzip
 import json
+import uuid
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli import sources
+from raymoe.cli.one_schema import check_id_of_lines
 from raymoe.cli.sources import TemplatedSource, check_ids, find_files, open_source
 from raymoe.cli.storage import Location
 from raymoe.data.prompt_template import PromptTemplate
@@ -211,3 +215,172 @@ def test_rows_with_a_template_have_one_more_column(tmp_path):
     source = open_source(str(table), id_column="id")
     source = TemplatedSource.of(source, PromptTemplate(prompt="{{ text }}"))
     assert rows_of(source, "rendered_prompt") == [{"rendered_prompt": "x"}]
+
+
+NAMES = ["a b", "100%", "50%25", "c#1", "d?e", "f[1]", "g*h", "i=1", "p..q", "ü"]
+
+
+def test_parquet_files_of_any_name_are_read(tmp_path):
+    for number, name in enumerate(NAMES):
+        write(tmp_path / f"{name}.{('parquet', 'pq')[number % 2]}", id=[number], prompt=["x"])
+    source = open_ids(tmp_path)
+    assert sorted(row["id"] for row in rows_of(source, "id")) == [*range(len(NAMES))]
+    for path in tmp_path.iterdir():
+        assert len(rows_of(open_ids(path), "id")) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_directories_name_columns_of_parquet(tmp_path, limit):
+    write(tmp_path / "lang=d%2Fe" / "year=2024" / "a.parquet", id=[1], prompt=["x"])
+    write(
+        tmp_path / "lang=__HIVE_DEFAULT_PARTITION__" / "b.parquet", id=[2], prompt=["y"], year=[7]
+    )
+    with pytest.raises(ConfigError, match=r"'year' is string in .*a\.parquet and int64 in"):
+        open_ids(tmp_path)
+    write(tmp_path / "lang=__HIVE_DEFAULT_PARTITION__" / "b.parquet", id=[2], prompt=["y"])
+    source = open_source(str(tmp_path), id_column="id", limit=limit)
+    assert source.schema.names == ["id", "prompt", "lang", "year"]
+    made = TemplatedSource.of(source, PromptTemplate(prompt="{{ lang }} {{ year }} {{ prompt }}"))
+    rows = [{"id": 2, "lang": None, "year": None}, {"id": 1, "lang": "d/e", "year": "2024"}]
+    assert rows_of(source, "id", "lang", "year") == rows[:limit]
+    rendered = [row["rendered_prompt"] for row in rows_of(made, "rendered_prompt")]
+    assert rendered == [None, "d/e 2024 x"][:limit]
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_all_files_of_a_table_have_the_columns_of_each(tmp_path, limit):
+    """The first file decides nothing: later ones have more columns and wider types."""
+    first = {"id": pa.array([1], pa.int32()), "prompt": ["a"], "more": pa.nulls(1)}
+    write(tmp_path / "a.parquet", **first, extra=[{"x": 1}])
+    write(tmp_path / "b.parquet", **(first | {"id": pa.array([2], pa.int64())}), extra=[{"y": "z"}])
+    last = {"id": [3], "prompt": pa.array(["c"], pa.string_view()), "more": ["text"]}
+    write(tmp_path / "c.parquet", **last, sampling_params=['{"max_tokens": 3}'])
+    source = open_source(str(tmp_path), id_column="id", limit=limit)
+    types = dict(zip(source.schema.names, source.schema.types, strict=True))
+    assert (types["id"], types["prompt"], types["more"]) == (pa.int64(), pa.string(), pa.string())
+    tables = [table for split in source.splits for table in source.read(split)]
+    assert {table.schema for table in tables} == {source.schema}
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert [row["sampling_params"] for row in rows] == [None, None, '{"max_tokens": 3}'][:limit]
+    assert [row["extra"] for row in rows] == [{"x": 1, "y": None}, {"x": None, "y": "z"}, None][
+        :limit
+    ]
+
+
+def test_types_without_a_common_one_are_named_before_anything_runs(tmp_path):
+    write(tmp_path / "a.parquet", id=[1], prompt=["a"])
+    write(tmp_path / "b.parquet", id=["x"], prompt=["a"])
+    with pytest.raises(ConfigError, match=r"'id' is string in .*b\.parquet and int64 in .*a\.parq"):
+        open_ids(tmp_path)
+    write(tmp_path / "b.parquet", id=pa.array([2**63], pa.uint64()), prompt=["a"])
+    with pytest.raises(ConfigError, match="'id' is uint64 in"):
+        open_ids(tmp_path)
+
+
+UUIDS = pa.array([uuid.UUID(int=number).bytes for number in range(2)], pa.binary(16))
+
+
+@pytest.mark.parametrize(
+    ("ids", "values"),
+    [
+        (pa.array(["a", "b"]).dictionary_encode(), ["a", "b"]),
+        (pa.array([7, 8]).dictionary_encode(), [7, 8]),
+        (pa.array(["a", "b"], pa.string_view()), ["a", "b"]),
+        (pa.array([b"a", b"b"], pa.binary_view()), [b"a", b"b"]),
+        (pa.ExtensionArray.from_storage(pa.uuid(), UUIDS), [str(uuid.UUID(int=i)) for i in (0, 1)]),
+    ],
+)
+def test_ids_have_plain_types(tmp_path, ids, values):
+    source = open_ids(write(tmp_path / "a.parquet", id=ids))
+    assert source.ids.to_pylist() == values
+    assert pc.is_in(source.ids, value_set=source.ids.slice(1)).to_pylist() == [False, True]
+    assert {table.schema for split in source.splits for table in source.read(split)} == {
+        source.schema
+    }
+
+
+def test_run_lengths_and_views_of_arrow_are_plain(tmp_path):
+    path = tmp_path / "a.arrow"
+    columns = {
+        "id": pc.run_end_encode(pa.array([5])),
+        "prompt": pa.array(["x"], pa.string_view()).dictionary_encode(),
+        "tags": pa.array([["t"]], pa.list_view(pa.string_view())),
+    }
+    table = pa.table(columns)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert rows_of(open_ids(path), "id", "prompt", "tags") == [
+        {"id": 5, "prompt": "x", "tags": ["t"]}
+    ]
+
+
+def test_ids_that_no_output_keeps_are_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", id=[{"a": 1}], prompt=["x"])
+    with pytest.raises(
+        ConfigError, match=r"'id' of .*a\.parquet is struct<a: int64>, which cannot"
+    ):
+        open_ids(path)
+
+
+LINES = b'{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n'
+HALVES = LINES.splitlines(keepends=True)
+
+
+def zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+FILES = {
+    "a.json": LINES,
+    "a.json.gz": gzip.compress(LINES),
+    "a.JSONL.GZ": gzip.compress(LINES),
+    "a.jsonl.bz2": bz2.compress(LINES),
+    "members.jsonl.bz2": b"".join(map(bz2.compress, HALVES)),
+    "a.jsonl.zst": zstd(LINES),
+    "frames.ndjson.zst": b"".join(map(zstd, HALVES)),
+    "a.csv.zst": zstd(b"id,prompt\n1,a\n2,b\n"),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), FILES.items(), ids=FILES)
+def test_text_is_decompressed_by_its_name(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    for place in (tmp_path, tmp_path / name):
+        source = open_ids(place)
+        assert (source.num_rows, len(source.ids)) == (2, 2)
+        assert [row["prompt"] for row in rows_of(source, "prompt")] == ["a", "b"]
+    if name.endswith((".gz", ".bz2", ".zst")):
+        (tmp_path / name).write_bytes(content[:-4])
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            open_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"id": 1}]', '[\n{"id": 1}\n]', '\n{\n "id": 1\n}\n', '[ {\n"id":']
+)
+def test_json_that_is_not_lines_is_refused_with_what_to_do(tmp_path, text):
+    for name in ("a.json", "a.jsonl"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"{name} is JSON, but not JSON lines.* jq -c"):
+            open_ids(tmp_path / name)
+
+
+def test_facts_beside_the_files_of_a_directory_are_no_rows(tmp_path):
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    assert [file.name for file in find_files(str(tmp_path))] == ["a.jsonl"]
+    assert len(find_files(f"{tmp_path}/*.json*")) == 2
+
+
+def test_ids_that_json_lines_cannot_hold_are_refused_before_the_first_run():
+    for kind in (pa.string(), pa.large_string(), pa.int32(), pa.uint64(), pa.float64()):
+        check_id_of_lines(kind, "key")
+    for kind in (
+        pa.timestamp("us"),
+        pa.date32(),
+        pa.decimal128(5, 2),
+        pa.binary(),
+        pa.time64("us"),
+    ):
+        with pytest.raises(ConfigError, match=r"'key' .* JSON lines cannot hold; write parquet"):
+            check_id_of_lines(kind, "key")

@@ -1,6 +1,7 @@
 """Batches of each format of Ray Data: read alike, and given back as they came."""
 
 import datetime
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from raymoe.data.batches import check_format, column_names, num_rows, with_columns
-from raymoe.data.rows import BadCell, read_cells
+from raymoe.data.rows import BadCell, read_cells, row_key
 from raymoe.errors import ConfigError
 
 COLUMNS = {
@@ -47,6 +48,57 @@ def test_cells_of_every_format_are_those_of_arrow(make):
     for name in TABLE.column_names:
         assert read_cells(batch, name) == read_cells(TABLE, name), name
     assert read_cells(batch, "absent") == [None] * 3
+
+
+TIME = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
+IDS = {
+    "whole floats": pa.array([1.0, 2.0]),
+    "floats": pa.array([1.5, 2.0]),
+    "dates": pa.array([TIME.date()]),
+    "dates in ms": pa.array([TIME.date()], pa.date64()),
+    "seconds": pa.array([TIME.replace(microsecond=0)], pa.timestamp("s")),
+    "microseconds": pa.array([TIME], pa.timestamp("us")),
+    "nanoseconds": pa.array([1], pa.timestamp("ns")),
+    "zones": pa.array([TIME], pa.timestamp("us", "Europe/Berlin")),
+    "durations": pa.array([datetime.timedelta(days=1, microseconds=5)]),
+    "times of a day": pa.array([TIME.time()]),
+    "booleans": pa.array([True]),
+}
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_an_id_has_one_key_in_every_format(ids):
+    table = pa.table({"id": ids})
+    batches = [make(table) for make in FORMATS.values()]
+    cells = np.empty(len(ids), object)
+    cells[:] = ids.to_pylist()
+    batches.append({"id": cells})  # as Ray Data makes columns of Python's own times
+    if pa.types.is_date(ids.type):
+        batches.append({"id": cells.astype("M8[D]")})
+    keys = [[row_key(cell) for cell in read_cells(batch, "id")] for batch in batches]
+    assert keys == [keys[0]] * len(keys)
+    assert None not in keys[0]
+
+
+class _Unreadable(Mapping):
+    """A cell that fails when it is read."""
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __iter__(self):
+        return iter(["a"])
+
+    def __len__(self):
+        return 1
+
+
+def test_a_cell_that_cannot_be_read_is_bad_and_the_others_are_read():
+    cells = np.array(["a", None], object)
+    cells[1] = _Unreadable()
+    text, bad = read_cells({"prompt": cells}, "prompt")
+    assert text == "a"
+    assert bad == BadCell("KeyError", "cannot be read: \"'a'\"")
 
 
 @pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)

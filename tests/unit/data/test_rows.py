@@ -90,7 +90,21 @@ def test_a_row_takes_a_prompt_or_messages_and_not_both():
     assert requests[1].prompt == [user()]
     assert requests[1].column == "messages"
     assert "has a prompt and column 'messages' has messages" in requests[2].error
+    assert "set prompt_column or messages_column" in requests[2].error
     assert "is null and column 'messages' has no messages" in requests[3].error
+
+
+def test_a_column_that_is_named_for_messages_is_not_the_prompt():
+    """TRL's conversational tables have their messages in `prompt`."""
+    table = pa.table({"prompt": pa.array([[user()], None])})
+    (request, _) = RowReader(defaults=DEFAULTS).read(table)
+    assert "if they are messages, name it by messages_column" in request.error
+    for make in (lambda one: one, lambda one: one.to_pandas()):
+        reader = RowReader(defaults=DEFAULTS, messages_column="prompt")
+        reader.check_schema(table.schema)
+        request, null = reader.read(make(table))
+        assert (request.prompt, request.column, request.error) == ([user()], "prompt", "")
+        assert null.error == "ValueError: column 'prompt' is null"
 
 
 def test_messages_may_be_json_text():
@@ -197,7 +211,7 @@ def test_a_row_may_change_the_samples_and_logprobs_that_the_operator_turned_on()
 
 def test_row_keys_depend_on_value_and_type_and_nothing_else():
     assert row_key("a") == row_key("a")
-    assert len({row_key("1"), row_key(1), row_key(1.0), row_key("a")}) == 4
+    assert len({row_key("1"), row_key(1), row_key(1.5), row_key("a")}) == 4
     assert row_key(None) is None
     assert all(0 <= row_key(i) < 2**63 for i in range(1000))
 
