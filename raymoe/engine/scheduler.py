@@ -269,8 +269,13 @@ class Scheduler:
         """Let these samples go before all that wait, in their order."""
         self._waiting.extendleft(reversed(list(samples)))
 
-    def next_step(self) -> SchedulerOutput:
-        """Assemble the next step; there must be work. `admitted` says who joined."""
+    def next_step(self) -> SchedulerOutput | None:
+        """Assemble the next step; there must be work. `admitted` says who joined.
+
+        Returns:
+            None while all live sequences wait for their next tokens to be chosen, and have what the
+            others need: nothing can be computed before.
+        """
         self.admitted = []
         if self._admission is not None:
             self._admission.begin_step()
@@ -281,7 +286,10 @@ class Scheduler:
             self._admit()
         slots = self.table.live_slots()
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
-        assert num_scheduled_tokens.any(), "there is work, but no sequence fits"
+        if not num_scheduled_tokens.any():
+            assert self.table.waits_for_token(slots).all(), "there is work, but no sequence fits"
+            assert len(slots), "there is work, but no sequence is live"
+            return None
         copies = () if self._snapshots is None else self._snapshots.begin_step()
         windows, computed = self._windows, self.table.num_computed_tokens[slots]
         if windows is None:

@@ -30,6 +30,8 @@ class Bench:
         *,
         has_states=False,
         window=None,
+        masks=None,
+        restart_length=None,
     ):
         num_states = policy.num_state_slots if has_states else 0
         self.runner = FakeRunner(
@@ -51,6 +53,8 @@ class Bench:
             replanner=replanner,
             has_states=has_states,
             window=window,
+            masks=masks,
+            restart_length=restart_length,
         )
         self.num_rows = 0
 
