@@ -1,7 +1,8 @@
-"""The import map, the purity of planning, and the size guide are rules with tests."""
+"""The import map and the purity of planning are rules with tests; every tool can be imported."""
 
 import ast
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,11 @@ def test_only_the_binding_knows_python() -> None:
         if "pybind11" in path.read_text()
     }
     assert with_python == {"module.cpp", "tensor_caster.h"}
+
+
+def test_every_tool_can_be_imported() -> None:
+    for path in sorted((PACKAGE.parent / "tools").glob("*.py")):
+        importlib.import_module(f"tools.{path.stem}")
 
 
 def test_planning_loads_neither_torch_nor_ray() -> None:

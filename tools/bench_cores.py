@@ -31,10 +31,10 @@ from raymoe.plan.policy import PAGE_BYTES, Policy
 from raymoe.plan.search import Search, find_plan
 from raymoe.plan.sizes import JobOnNode, SearchSpace, Sizes
 from raymoe.plan.work import ModelWork
-from raymoe.runtime import bindings
+from raymoe.runtime.operations import StreamedMemory, StreamedState
 from raymoe.schedule.graph import Resource, Task
 from raymoe.specs.hardware import HardwareSpec, hardware_preset
-from raymoe.specs.model import ModelSpec
+from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 
@@ -63,7 +63,7 @@ CONFIGS = {
 class PacedDevice(EmulatedDevice):
     """Copies and the tasks of the GPU take the predicted time, those of the cores their own."""
 
-    poison = None  # type: ignore[assignment] - skipped tasks leave what was there
+    poison = None  # type: ignore[assignment]  # skipped tasks leave what was there
 
     def allocate(self, num_bytes: int, purpose: str = "buffers") -> Tensor:
         self.ledger.take(num_bytes, purpose)
@@ -76,20 +76,21 @@ class PacedDevice(EmulatedDevice):
             sleep_until(begin_s + self.cost.duration_s(task))
 
 
-class Skipped(bindings._Bound):
-    """Bindings without the GPU's products; experts are chosen at random."""
+class Skipped(StreamedMemory):
+    """Operations without the GPU's products; experts are chosen at random."""
 
-    def pre(self, task: Task, state: bindings.DeviceStep) -> None: ...
+    def pre(self, task: Task, state: StreamedState) -> None: ...
 
-    def attend_on_device(self, task: Task, state: bindings.DeviceStep) -> None: ...
+    def attend_on_device(self, task: Task, state: StreamedState) -> None: ...
 
-    def experts(self, task: Task, state: bindings.DeviceStep) -> None: ...
+    def experts(self, task: Task, state: StreamedState) -> None: ...
 
-    def post(self, task: Task, state: bindings.DeviceStep) -> None:
-        rows, top_k = state.micro_batch(task).rows, self._memory.top_k[task.layer]
-        num_experts = self._memory.expert_groups[task.layer][-1].stop
-        ids_TK, weights_TK = self._memory.device.routing(rows, top_k)
-        chosen = torch.rand(len(ids_TK), num_experts).topk(top_k).indices
+    def post(self, task: Task, state: StreamedState) -> None:
+        rows, top_k = state.micro_batch(task).rows, self.top_k[task.layer]
+        ffn = self.decoders[0].spec.layers[task.layer].ffn
+        assert isinstance(ffn, MoeSpec)
+        ids_TK, weights_TK = self.device.routing(rows, top_k)
+        chosen = torch.rand(len(ids_TK), ffn.num_experts).topk(top_k).indices
         ids_TK.copy_(chosen)
         weights_TK.fill_(1 / top_k)
 
@@ -196,8 +197,8 @@ def results(host: HardwareSpec, num_rows: int, directory: Path) -> Iterator[str]
 
 
 def main() -> None:
-    bindings._Bound = Skipped  # type: ignore[misc]
-    rank_model.EmulatedDevice = PacedDevice  # type: ignore[misc]
+    rank_model.StreamedMemory = Skipped  # type: ignore[attr-defined]
+    rank_model.EmulatedDevice = PacedDevice  # type: ignore[attr-defined]
     host = measure_machine(num_threads=1, seconds=PROFILE_SECONDS)
     print(
         "| model | rows | experts on the core | plan, tokens/s | core | link | ratio | predicted |"

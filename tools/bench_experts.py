@@ -8,6 +8,7 @@ the same experts by torch, one after another. Compiling is not counted.
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def seconds(run: Callable[[], Tensor]) -> float:
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def error(got_TH: Tensor, want_TH: Tensor) -> float:
@@ -65,7 +66,7 @@ def compare(
     taken: dict[str, list[float]] = {name: [] for name in backends}
     for _ in range(REPETITIONS):
         for name, run in backends.items():
-            taken[name].append(seconds(lambda run=run: run(*arguments)))
+            taken[name].append(seconds(partial(run, *arguments)))
     flop = 6 * num_tokens * TOP_K * hidden * wide
     middle = {name: statistics.median(each) for name, each in taken.items()}
     parts = [

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -67,7 +67,7 @@ def python_alone() -> None:
         pass
 
 
-OTHERS = {
+OTHERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "idle": nothing,
     "torch calls at 30 %": lambda: in_thread(torch_calls),
     "Python always busy": lambda: in_thread(python_alone),

@@ -131,8 +131,8 @@ def main() -> None:
     set_num_threads(given.num_threads)
     for case in STATE_CASES if given.types else ():
         print(compare_types(*case, given.num_threads, given.turns), flush=True)
-    for case in () if given.types else CASES:
-        print(compare(*case), flush=True)
+    for sizes in () if given.types else CASES:
+        print(compare(*sizes), flush=True)
 
 
 if __name__ == "__main__":

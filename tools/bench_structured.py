@@ -109,7 +109,7 @@ def measure_grammars(vocab_size: int) -> dict[str, tuple[float, float, float]]:
     with tempfile.TemporaryDirectory(prefix="raymoe-") as directory:
         write_synthetic_tokenizer(Path(directory), vocab_size)
         vocabulary = load_vocabulary(directory, vocab_size, [EOS])
-    limits = LLParserLimits(**PARSER_LIMITS)
+    limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
     found = {}
     for name, schema in SCHEMAS.items():
         rng = random.Random(0)

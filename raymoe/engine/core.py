@@ -258,7 +258,8 @@ class EngineCore:
         if not self.scheduler.has_work:
             return
         next_step = self.scheduler.next_step()
-        if next_step is None:  # all that kept their blocks are late: `_sample_late` waits for them
+        if next_step is None:  # only masks can change that; the next call uses them
+            self._wait_for_late()
             return
         for sample in self.scheduler.admitted:
             try:
@@ -303,13 +304,13 @@ class EngineCore:
     @torch.inference_mode()
     def _sample_late(self) -> None:
         """Choose tokens of rows whose masks came after their step."""
-        if self._masks is None or not self._late:
-            return
         preempted = [slot for slot in self._late if not self._table.is_live[slot]]
         for slot in preempted:
             del self._late[slot]
+        if self._masks is None or not self._late:
+            return
         if self._late.keys() >= self.scheduler.running_slots():
-            self._masks.synchronize(None)  # there is nothing else to do
+            self._wait_for_late()  # there is nothing else to do
         ready = sorted(self._late.keys() - self._masks.pending())
         if not ready:
             return
@@ -318,6 +319,11 @@ class EngineCore:
         self._sample(torch.stack(logits), slots, np.array(positions, np.int32), rows)
         self._advance_chosen()
         self._fail_rows()
+
+    def _wait_for_late(self) -> None:
+        assert self._masks is not None
+        assert self._late, "only rows whose masks are late wait for tokens"
+        self._masks.synchronize(None, self._late)
 
     def _have_masks(self, done: SchedulerOutput, slots: Int32s) -> Bools:
         """Which of these slots can be sampled; others of the step do not wait long for the rest."""

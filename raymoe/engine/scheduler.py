@@ -7,6 +7,7 @@ Memory Management for Large Language Model Serving with PagedAttention", SOSP 20
 import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -161,6 +162,13 @@ TYPICAL_ROWS = 256  # whose lengths set the rate of admission
 FIRST_ROWS = 16
 
 
+class Candidates(NamedTuple):
+    """Sequences that may enter next, in order, and the blocks that each finds in the cache."""
+
+    samples: list[Sample]
+    shared_blocks: list[Int32s]
+
+
 class Scheduler:
     """Turns waiting and live sequences into steps. The engine thread owns it.
 
@@ -216,6 +224,7 @@ class Scheduler:
         self.admitted: list[Sample] = []  # by the latest step
         self.num_preemptions = 0
         self._waiting: deque[Sample] = deque()
+        self._num_queue_changes = 0  # that candidates may depend on
         self._coming = ComingPrefixes()
         self._prefix_salt = prefix_salt
         assert not has_states or num_slots == policy.max_num_seqs, "slots of snapshots come next"
@@ -228,6 +237,8 @@ class Scheduler:
             self._windows = WindowBlocks(window, num_blocks, self.table.block_table.shape)
         self._restart_length = restart_length
         self._num_candidates = MIN_CANDIDATES
+        self._candidates = Candidates([], [])
+        self._candidates_of: tuple[int, ...] = ()  # what they depend on, when they were chosen
         self._reserved_blocks = policy.num_kv_blocks // RESERVED_FRACTION
         self._capacity_tokens = (policy.num_kv_blocks - self._reserved_blocks) * BLOCK_TOKENS
         self._admission = self._steady_admission()
@@ -263,17 +274,20 @@ class Scheduler:
         return {*self.table.live_slots().tolist()}
 
     def add(self, sample: Sample) -> None:
+        self._num_queue_changes += len(self._waiting) < self._num_looked_at
         self._waiting.append(sample)
 
     def add_first(self, samples: Iterable[Sample]) -> None:
         """Let these samples go before all that wait, in their order."""
+        self._num_queue_changes += 1
         self._waiting.extendleft(reversed(list(samples)))
 
     def next_step(self) -> SchedulerOutput | None:
         """Assemble the next step; there must be work. `admitted` says who joined.
 
-        None if the sequences that keep their blocks all wait for their next token, which is chosen
-        outside of a step.
+        Returns:
+            None while all live sequences wait for their next tokens to be chosen, and have what the
+            others need: nothing can be computed before.
         """
         self.admitted = []
         if self._admission is not None:
@@ -286,8 +300,8 @@ class Scheduler:
         slots = self.table.live_slots()
         num_scheduled_tokens = self._num_scheduled_tokens(slots)
         if not num_scheduled_tokens.any():
-            waits = self.table.num_computed_tokens[slots] == self.table.num_tokens[slots]
-            assert waits.any(), "there is work, but no sequence fits"
+            assert self.table.waits_for_token(slots).all(), "there is work, but no sequence fits"
+            assert len(slots), "there is work, but no sequence is live"
             return None
         copies = () if self._snapshots is None else self._snapshots.begin_step()
         windows, computed = self._windows, self.table.num_computed_tokens[slots]
@@ -325,6 +339,7 @@ class Scheduler:
         """Free what the sequences of these rows have, between steps."""
         kept = (one for one in self._waiting if one.request not in requests)
         self._waiting = deque(kept)
+        self._num_queue_changes += 1
         for sample in self.live:
             if sample is not None and sample.request in requests:
                 self._leave(sample)
@@ -370,7 +385,7 @@ class Scheduler:
         sample.is_restarted = length is not None and sample.num_prompt_tokens <= length < len(
             tokens
         )
-        self._waiting.appendleft(sample)
+        self.add_first([sample])
 
     def _leave(self, sample: Sample) -> None:
         computed = int(self.table.num_computed_tokens[sample.slot])
@@ -386,28 +401,64 @@ class Scheduler:
         budget = self.policy.max_num_batched_tokens - int(
             self._num_scheduled_tokens(self.table.live_slots()).sum()
         )
-        has_slot = self.table.num_live < self.policy.max_num_seqs
-        if budget <= 0 or not self._waiting or not has_slot:
+        if budget <= 0 or not self._waiting or not self._may_admit:
             return
-        candidates, num_before = self._candidates(), len(self.admitted)
-        for sample in candidates[: self._num_admissible(candidates)]:
+        candidates, num_before = self._find_candidates(), len(self.admitted)
+        for sample in candidates.samples[: self._num_admissible(candidates)]:
             is_full = self.table.num_live >= self.policy.max_num_seqs
             if budget <= 0 or is_full or not self._has_blocks(sample):
                 break
             budget -= self._enter(sample)
         if self._admission is not None:
             self._admission.enter(len(self.admitted) - num_before)
-        num_looked_at = min(LOOK_AHEAD * self._num_candidates, self.num_waiting)
-        looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
-        self.add_first(sample for sample in looked_at if sample.slot < 0)
-        if self._snapshots is not None and len(self.admitted) > num_before:
-            self._choose_snapshots(self.admitted[num_before:], self._snapshots)
+        if len(self.admitted) > num_before:
+            num_looked_at = min(self._num_looked_at, self.num_waiting)
+            looked_at = [self._waiting.popleft() for _ in range(num_looked_at)]
+            self.add_first(sample for sample in looked_at if sample.slot < 0)
+            if self._snapshots is not None:
+                self._choose_snapshots(self.admitted[num_before:], self._snapshots)
         self._num_candidates = max(MIN_CANDIDATES, 2 * len(self.admitted))
 
-    def _candidates(self) -> list[Sample]:
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a slot, a block and the rate leave room for a sequence, whatever it shares.
+
+        A full cache stays so for many steps, and what follows looks up the prefixes of hundreds of
+        sequences that wait. Each needs a block of its own at least, that of its last token.
+        """
+        num_live = self.table.num_live
+        if num_live == 0:
+            return True
+        if num_live >= self.policy.max_num_seqs or self.pool.num_free <= self._reserved_blocks:
+            return False
+        is_limited = num_live + self.num_waiting > self.policy.max_num_seqs
+        return not is_limited or self._admission is None or self._admission.has_credit
+
+    def _find_candidates(self) -> Candidates:
+        """Choose again only if one may be another: a full cache stays so for many steps."""
+        windows, snapshots = self._windows, self._snapshots
+        depends_on = (
+            self._num_queue_changes,
+            self._num_candidates,
+            self._coming.num_changes,
+            self.pool.num_changes,
+            0 if windows is None else windows.pool.num_changes,
+            0 if snapshots is None else snapshots.num_changes,
+        )
+        if depends_on != self._candidates_of:
+            samples = self._choose_candidates()
+            self._candidates = Candidates(samples, [*map(self._shared_blocks, samples)])
+            self._candidates_of = depends_on
+        return self._candidates
+
+    @property
+    def _num_looked_at(self) -> int:
+        return LOOK_AHEAD * self._num_candidates
+
+    def _choose_candidates(self) -> list[Sample]:
         chosen: list[Sample] = []
         coming: set[bytes] = set()
-        looked_at = [*itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)]
+        looked_at = [*itertools.islice(self._waiting, self._num_looked_at)]
         if self._has_lost_prefixes:  # where the cache holds all prefixes, no order saves any
             looked_at.sort(key=self._eighths_to_compute)
         for sample in looked_at:
@@ -435,14 +486,15 @@ class Scheduler:
         keys = self._shareable_keys(sample)
         return 8 - 8 * self._num_shared(keys) // max(len(keys), 1)
 
-    def _num_admissible(self, candidates: Sequence[Sample]) -> int:
-        if not candidates:
+    def _num_admissible(self, candidates: Candidates) -> int:
+        samples = candidates.samples
+        if not samples:
             return 0
-        known = np.array([len(sample.known) for sample in candidates])
+        known = np.array([len(sample.known) for sample in samples])
         held = known - BLOCK_TOKENS * self._num_used(candidates) + MEAN_WASTE
-        prompt = np.array([sample.num_prompt_tokens for sample in candidates])
-        limit = np.array([sample.request.max_tokens_total for sample in candidates])
-        is_fixed = np.array([sample.has_fixed_length for sample in candidates])
+        prompt = np.array([sample.num_prompt_tokens for sample in samples])
+        limit = np.array([sample.request.max_tokens_total for sample in samples])
+        is_fixed = np.array([sample.has_fixed_length for sample in samples])
         remaining = self.forecast.remaining(known - prompt, limit - prompt, is_fixed)
         live, waiting = self._live_lengths(), (held, remaining)
         capacity = self._capacity_tokens - BLOCK_TOKENS * self._num_inherited_blocks()
@@ -477,11 +529,10 @@ class Scheduler:
         own = (known - table.num_cached_tokens[slots]).astype(np.int64)
         return own + MEAN_WASTE, remaining
 
-    def _num_used(self, candidates: Iterable[Sample]) -> Int64s:
+    def _num_used(self, candidates: Candidates) -> Int64s:
         """Blocks of each that sequences use already when it enters, in this order."""
         counts, taken = [], set[int]()
-        for sample in candidates:
-            shared = self._shared_blocks(sample)
+        for shared in candidates.shared_blocks:
             unused = shared[self.pool.references(shared) == 0].tolist()
             counts.append(len(shared) - sum(block not in taken for block in unused))
             taken.update(unused)
@@ -592,7 +643,7 @@ class Scheduler:
 
     def _choose_snapshots(self, entered: Iterable[Sample], snapshots: StateSnapshots) -> None:
         """Decide where the states of sequences that begin are kept for those that wait."""
-        waiting = itertools.islice(self._waiting, LOOK_AHEAD * self._num_candidates)
+        waiting = itertools.islice(self._waiting, self._num_looked_at)
         wanted = Counter(itertools.chain.from_iterable(map(self._shareable_keys, waiting)))
         room = snapshots.num_slots - snapshots.want(wanted) - len(self._coming)
         for sample in entered:

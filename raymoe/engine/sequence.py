@@ -127,6 +127,11 @@ class SequenceTable:
         slots = np.flatnonzero(self.is_live)
         return slots[np.argsort(self.arrival[slots], kind="stable")]
 
+    def waits_for_token(self, slots: Int64s) -> Bools:
+        """Which of these sequences are computed, and wait for their next token to be chosen."""
+        is_computed: Bools = self.num_computed_tokens[slots] == self.num_tokens[slots]
+        return is_computed
+
     def admit(self, admission: Admission) -> int:
         """Put a sequence into a free slot and return the slot."""
         slot = self._free_slots.pop()

@@ -36,6 +36,7 @@ class BlockPool:
         self._used_often: dict[int, int] = {}
         self._is_used_often = np.zeros(num_blocks, np.bool_)
         self.num_evicted = 0
+        self.num_changes = 0  # of the prefixes that are found
 
     @property
     def num_free(self) -> int:
@@ -102,6 +103,7 @@ class BlockPool:
         for key, block in zip(keys, blocks, strict=True):
             if key not in self._blocks:
                 self._blocks[key], self._keys[block] = block, key
+                self.num_changes += 1
 
     def num_found(self, keys: Sequence[bytes]) -> int:
         """The length in blocks of the longest of these prefixes that is in the cache."""
@@ -132,6 +134,7 @@ class BlockPool:
         key = self._keys.pop(block)
         del self._blocks[key]
         self._is_used_often[block] = False
+        self.num_changes += 1
         return key
 
 

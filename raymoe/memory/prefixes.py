@@ -41,6 +41,7 @@ class ComingPrefixes:
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -51,6 +52,7 @@ class ComingPrefixes:
     def expect(self, keys: Iterable[bytes]) -> None:
         """Note that a sequence begins to compute these blocks."""
         self._counts.update(keys)
+        self.num_changes += 1
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Note that a sequence computes these no longer, or has done so."""
@@ -58,6 +60,7 @@ class ComingPrefixes:
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]
+                self.num_changes += 1
 
 
 class StateSnapshots:
@@ -76,6 +79,7 @@ class StateSnapshots:
         self._free = list(reversed(slots))
         self._slots: dict[bytes, int] = {}  # by key of the last block, the first is replaced first
         self._copies: list[tuple[int, int]] = []
+        self.num_changes = 0  # of the prefixes that have snapshots
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -101,6 +105,7 @@ class StateSnapshots:
             if not self._free:
                 self._free.append(self._slots.pop(next(iter(self._slots))))
             kept = self._free.pop()
+            self.num_changes += 1
             self._copies.append((slot, kept))
         self._slots[key] = kept
 
@@ -111,7 +116,9 @@ class StateSnapshots:
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Give up the snapshots of prefixes whose blocks are gone."""
-        self._free += [self._slots.pop(key) for key in keys if key in self._slots]
+        freed = [self._slots.pop(key) for key in keys if key in self._slots]
+        self._free += freed
+        self.num_changes += len(freed)
 
     def begin_step(self) -> tuple[tuple[int, int], ...]:
         """Copies between slots, (from, to), that come before the next step, in this order."""

@@ -131,9 +131,14 @@ class SteadyAdmission:
         self._credit = min(self._credit + 1.0, self._burst)
 
     @property
+    def has_credit(self) -> bool:
+        """Whether any row may enter now; `expect` changes nothing in that."""
+        return self._credit > 0
+
+    @property
     def num_rows(self) -> int:
         """Rows that may enter now."""
-        return ceil(self._credit / self._cost) if self._credit > 0 else 0
+        return ceil(self._credit / self._cost) if self.has_credit else 0
 
     def enter(self, num_rows: int) -> None:
         self._credit = max(self._credit - num_rows * self._cost, -self._cost)

@@ -60,7 +60,9 @@ def written(tmp_path, name, make, *, has_samples=False):
 def test_rows_samples_and_errors_of_an_output_are_counted(tmp_path, name, make, has_samples):
     source, writer, stats = written(tmp_path, name, make, has_samples=has_samples)
     columns, id_column = (CONTENT_COLUMNS, "custom_id") if make is requests else (("prompt",), "id")
-    counts = find_written(source, writer, columns, id_column).counts
+    found = find_written(source, writer, columns, id_column)
+    counts = found.counts
+    assert len(found.ids) == 6  # samples are no repeated rows
     assert (counts.num_rows, counts.num_error_rows) == (6, 1)
     assert (counts.num_input_tokens, counts.num_generated_tokens) == (25, 5 * 9)
     assert counts.num_generated_tokens == stats.num_generated_tokens

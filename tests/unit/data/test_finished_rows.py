@@ -320,15 +320,20 @@ def test_keys_depend_on_the_job():
     assert other.keys([request]) != FinishedRows(None, made()).keys([request])
 
 
-def test_whoever_waits_for_a_row_hears_of_it_after_the_journal(tmp_path):
+def test_whoever_waits_for_a_row_hears_of_it_after_the_journal_and_so_does_the_quarantine(tmp_path):
+    """A process that ends in between must leave the answer, or the row as one in flight."""
     rows = FinishedRows.open(tmp_path, made(), sync_every_s=1.0)
     (key,) = rows.keys(RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]})))
-    future = Future()
-    recorded = rows.watch(key, future)
-    append, was_done = rows._journal.append, []
-    rows._journal.append = lambda *row: (was_done.append(recorded.done()), append(*row))
+    future, happened = Future(), []
+
+    def leave(*, is_finished):
+        happened.append(("left", is_finished, recorded.done()))
+
+    recorded = rows.watch(key, future, leave)
+    append = rows._journal.append
+    rows._journal.append = lambda *row: (happened.append(("kept", recorded.done())), append(*row))
     future.set_result(Generation(text="b"))
-    assert was_done == [False]
+    assert happened == [("kept", False), ("left", True, False)]
     assert recorded.result(0) == Generation(text="b")
     rows.flush()
     assert rows.look_up([key]) == [Generation(text="b")]

@@ -93,6 +93,23 @@ def test_a_long_file_begins_anew_and_tells_the_same(tmp_path, monkeypatch):
     assert death.has_finished
 
 
+def test_a_file_that_begins_anew_while_it_is_looked_at_is_no_death(tmp_path, monkeypatch):
+    monkeypatch.setattr(quarantine, "REWRITE_BYTES", 0)
+    file, opened = InFlightFile(tmp_path), quarantine.open_regular
+    file.record(entered=KEYS[:1])
+
+    def open_old(path, *flags):
+        found = opened(path, *flags)
+        file.record(entered=KEYS[1:2])  # renames a new file over the one just opened
+        return found
+
+    monkeypatch.setattr(quarantine, "open_regular", open_old)
+    keep_deaths(tmp_path, "")
+    (path,) = in_flight_files(tmp_path)
+    assert path.name == file.name
+    file.close()
+
+
 def test_a_full_disk_is_said_once_and_the_next_file_tells_all(tmp_path, monkeypatch, caplog):
     file = InFlightFile(tmp_path)
     file.record(entered=KEYS[:1])

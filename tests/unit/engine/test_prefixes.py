@@ -159,6 +159,32 @@ def test_blocks_that_rows_share_count_once_at_admission() -> None:
     bench.assert_all_as_expected(prompts, 8)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_num_seqs": 4, "num_kv_blocks": 64},
+        {"max_num_seqs": 16, "num_kv_blocks": 20},
+        {"max_num_seqs": 8, "num_kv_blocks": 40, "steady_admission": True},
+    ],
+    ids=["no slot", "no block", "not yet by the rate"],
+)
+def test_a_full_cache_looks_up_prefixes_only_when_something_has_changed(sizes) -> None:
+    bench, searches = Bench(small_policy(max_num_batched_tokens=512, **sizes)), []
+    scheduler, prompts = bench.core.scheduler, prompts_of([70] * 16)
+    choose = scheduler._choose_candidates
+    scheduler._choose_candidates = lambda: searches.append(1) or choose()
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=30, ignore_eos=True)
+    num_steps = 0
+    while scheduler.num_waiting:
+        bench.core.step()
+        num_steps += 1
+    assert num_steps >= 50
+    assert len(searches) <= num_steps / 3
+    bench.run()
+    bench.assert_all_as_expected(prompts, 30)
+
+
 def test_rows_that_share_little_do_not_wait() -> None:
     bench = Bench(ROOMY)
     for prompt in family(40, [100] * 3):

@@ -30,6 +30,8 @@ class Bench:
         *,
         has_states=False,
         window=None,
+        masks=None,
+        restart_length=None,
     ):
         num_states = policy.num_state_slots if has_states else 0
         self.runner = FakeRunner(
@@ -51,6 +53,8 @@ class Bench:
             replanner=replanner,
             has_states=has_states,
             window=window,
+            masks=masks,
+            restart_length=restart_length,
         )
         self.num_rows = 0
 
@@ -183,6 +187,36 @@ def test_preempted_sequences_continue_with_the_same_tokens(max_tokens):
         assert list(bench.results[order].token_ids) == expected_tokens(prompt, max_tokens)
 
 
+def test_prompt_logprobs_are_collected_again_by_a_row_preempted_in_its_prompt():
+    bench, (prompt,) = Bench(small_policy(max_prefill_chunk_tokens=32)), prompts_of([100])
+    row = bench.add(prompt, max_tokens=3, prompt_logprobs=0)
+    for _ in range(2):
+        bench.core.step()
+    bench.core.scheduler._preempt(row.samples[0])
+    bench.run()
+    found = bench.results[row.order].prompt_logprobs
+    assert [entry.token_id for entry in found[1:]] == prompt[1:]
+
+
+def test_rows_enter_while_blocks_for_growth_stay_free():
+    policy = small_policy(num_kv_blocks=128, max_num_seqs=128, max_num_batched_tokens=8192)
+    bench = Bench(policy)
+    for prompt in prompts_of([33] * 80):  # two blocks each
+        bench.add(prompt, max_tokens=2, ignore_eos=True)
+    bench.core.step()
+    assert (bench.core.scheduler.table.num_live, bench.core.scheduler.pool.num_free) == (63, 2)
+
+
+def test_a_row_computes_its_tokens_again_once_it_is_longer_than_the_limit():
+    for max_tokens, num_computed in ((11, 50), (12, 50 + 51)):  # the last token is not computed
+        bench = Bench(small_policy(), restart_length=50)
+        (prompt,) = prompts_of([40])
+        bench.add(prompt, max_tokens=max_tokens)
+        bench.run()
+        assert bench.core.counters.num_computed_tokens == num_computed
+        bench.assert_all_as_expected([prompt], max_tokens)
+
+
 def test_the_oldest_sequence_is_never_preempted():
     bench, _ = short_rows_then_long_ones(small_policy(num_kv_blocks=8, max_num_seqs=6))
     oldest = bench.add([1, 2, 3], max_tokens=100)
@@ -222,20 +256,6 @@ def test_a_free_slot_is_filled_in_the_next_pass():
     assert len(bench.results) == 2
     bench.core.step()
     assert len(bench.results) == 4
-
-
-def test_no_prefix_is_looked_up_while_no_slot_is_free():
-    bench = Bench(small_policy(max_num_seqs=2, num_kv_blocks=64))
-    for prompt in prompts_of([60] * 40):
-        bench.add(prompt, max_tokens=4, ignore_eos=True)
-    bench.core.step()
-    scheduler = bench.core.scheduler
-    find, found = scheduler.pool.num_found, []
-    scheduler.pool.num_found = lambda keys: found.append(len(keys)) or find(keys)
-    bench.core.step()
-    assert (scheduler.table.num_live, found) == (2, [])
-    bench.run()
-    assert found
 
 
 def test_rows_of_few_tokens_fill_all_slots():
