@@ -506,14 +506,20 @@ class JsonlWriter(Writer):
 
 
 def _join(parts: Iterable[Location]) -> Iterator[bytes]:
+    """Yield the content of all parts; what lost its last line end, as in an editor, gets one."""
     for part in parts:
-        yield from part.chunks()
+        end = b"\n"
+        for chunk in part.chunks():
+            yield chunk
+            end = chunk[-1:]
+        if end != b"\n":
+            yield b"\n"
 
 
 def _check_plain(path: Path, is_kind: Callable[[Path], bool], kind: str) -> None:
     if path.is_symlink() or (path.exists() and not is_kind(path)):
         is_what = f"a link to {path.readlink()}" if path.is_symlink() else f"not a {kind}"
-        raise ConfigError(f"--output: {path} is {is_what}; name a file, or a path that is free")
+        raise ConfigError(f"--output: {path} is {is_what}; name a {kind}, or a path that is free")
 
 
 @dataclass(kw_only=True)
@@ -536,6 +542,8 @@ class ParquetWriter(Writer):
             raise ConfigError(
                 f"--output {self.location} is a file; a directory is needed for parquet"
             )
+        if self.location.is_local:
+            _check_plain(self.location.local_path, Path.is_dir, "directory")
         self.location.make_dir()
         self.shards.check_only_ours()
         parts = self.shards.find()
