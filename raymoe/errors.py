@@ -101,6 +101,10 @@ class WorkerProcessError(RaymoeError):
     """
 
 
+# Errors of rows that may succeed in another run begin so.
+TEMPORARY_ERRORS = (f"{WorkerProcessError.__name__}:", f"{CapacityError.__name__}:")
+
+
 class RaymoeWarning(UserWarning):
     """Base of every warning raised on purpose."""
 

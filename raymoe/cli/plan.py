@@ -244,7 +244,8 @@ def _length_rows(path: Path) -> list[Any]:
             wanted = [name for name in LENGTH_COLUMNS if name in names]
             rows: list[Any] = pq.read_table(path, columns=wanted).to_pylist()
             return rows
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # Not at the line separators of Unicode, which JSON has within its strings.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"--lengths {path}: cannot be read: {error}; it takes parquet (.parquet) or JSON lines"

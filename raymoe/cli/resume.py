@@ -41,6 +41,7 @@ from raymoe.data.journal import forget_errors, journal_files, make_journal_direc
 from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.data.quarantine import in_flight_files
+from raymoe.data.rows import own_error
 from raymoe.data.status import (
     NO_RUNS,
     FormerRuns,
@@ -49,7 +50,13 @@ from raymoe.data.status import (
     report_beside,
     status_beside,
 )
-from raymoe.errors import CheckpointError, ConfigError, ExecutionError, RaymoeError
+from raymoe.errors import (
+    TEMPORARY_ERRORS,
+    CheckpointError,
+    ConfigError,
+    ExecutionError,
+    RaymoeError,
+)
 from raymoe.openai.batch import request_digest
 from raymoe.report import is_report
 from raymoe.specs.files import from_plain, open_regular
@@ -420,8 +427,6 @@ class ResumeState:
             self.journal.rmdir()
 
 
-# Rows with these may succeed in another run, see `raymoe.errors`.
-TEMPORARY_ERRORS = ("WorkerProcessError:", "CapacityError:")
 LINE_ERROR = "ValueError: "
 
 
@@ -522,6 +527,8 @@ def find_written(
     for now in _input_rows(source, columns, id_column):
         if now.id is None:
             broken.add(now.error)
+        elif now.error.startswith(TEMPORARY_ERRORS):
+            continue  # what its prompt is, a later run may see
         elif digests.get(now.id, now.digest) != now.digest:
             changed.append(now.id)
     try:
@@ -580,5 +587,5 @@ def _input_rows(source: Source, columns: Sequence[str], id_column: str) -> Itera
     for table in source.tables([id_column, *columns, INPUT_ERROR_COLUMN]):
         for record in lines.of(table):
             digest = request_digest(record) if source.is_batch else lines.digest(record)
-            error = f"{LINE_ERROR}{record.get(INPUT_ERROR_COLUMN)}"
+            error = own_error(record.get(INPUT_ERROR_COLUMN) or "")
             yield WrittenRow(record[id_column], error, digest)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from raymoe.cli.storage import Location
 from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN, SAMPLES_COLUMN
+from raymoe.data.json_lines import MAX_WRITTEN_BYTES, Line, read_lines
 from raymoe.data.rows import as_text
 from raymoe.data.status import PARTS_SUFFIX, SUFFIX, JobStatus
 from raymoe.errors import ConfigError
@@ -67,7 +68,7 @@ def _read_some(file: Location, count: int) -> Iterator[dict[str, Any]]:
             return
         size = int(file.info().size or 0)
         with io.BufferedReader(file.open_file()) as lines:
-            end = 0
+            read, end = read_lines(lines, MAX_WRITTEN_BYTES), 0
             for i in range(count):
                 start = size * i // count
                 if start < end:
@@ -76,16 +77,18 @@ def _read_some(file: Location, count: int) -> Iterator[dict[str, Any]]:
                     start = end
                 lines.seek(start)
                 if start != end:
-                    lines.readline()  # the rest of one
-                line = lines.readline()
+                    next(read, None)  # the rest of one
+                line = next(read, None)
                 end = lines.tell()
-                if line.strip():
+                if line is not None and line.has_content:
                     yield _parse(line, file)
 
 
-def _parse(line: bytes, file: Location) -> dict[str, Any]:
+def _parse(line: Line, file: Location) -> dict[str, Any]:
     try:
-        return dict(json.loads(line))
+        if line.problem:
+            raise ValueError(line.problem)
+        return dict(json.loads(line.data))
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} has a line that is no row: {error}") from error
 

@@ -22,7 +22,13 @@ import ray.data
 
 from raymoe.cli.csv_rows import CsvHeader, CsvRow, CsvRows, read_header
 from raymoe.cli.one_schema import check_id_type, conform, unify
-from raymoe.cli.storage import COMPRESSIONS, NUM_READERS, Location
+from raymoe.cli.storage import (
+    BUFFER_BYTES,
+    COMPRESSIONS,
+    NUM_READERS,
+    Location,
+)
+from raymoe.data.json_lines import MAX_COLUMNS, MAX_KEYS, Line, parse_line, read_lines
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
 from raymoe.data.rows import shown
 from raymoe.errors import CheckpointError, ConfigError
@@ -143,6 +149,7 @@ def _read_object(file: Location) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
 
 
+MAX_REASON = 500  # characters of what is wrong with a row
 SPLIT_BYTES = 4 << 20
 SPLIT_ROWS = 4096
 WHOLE = -1  # as the size of a split: up to the end of the file
@@ -238,12 +245,14 @@ class JsonlFormat:
             several types.
         prompt_columns: String columns as soon as one prompt is text: prompts that are not are
             errors of their rows.
+        is_full: Lines whose keys are no columns are errors, because there would be too many.
     """
 
     schema: pa.Schema
     json_columns: frozenset[str]
     prompt_columns: frozenset[str] = frozenset()
     text_columns: frozenset[str] = frozenset()
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,32 +269,10 @@ class JsonlScan:
     ids: list[Any]
 
 
-def parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the object of a line if it has one, and "" or what is wrong with the line."""
-    error = ""
-    line = line.removeprefix(codecs.BOM_UTF8)  # which some editors and Windows write
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as problem:
-        error = f"the line is not UTF-8: {problem.reason} at byte {problem.start}"
-        text = line.decode(errors="replace")
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        return None, error or f"the line is not JSON: {problem} in {shown(text)}"
-    if not isinstance(record, dict):
-        return None, error or f"the line is not a JSON object: {shown(record)}"
-    return record, error
-
-
-def _has_content(line: bytes) -> bool:
-    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
-
-
-def _check_encoding(file: Location, line: bytes) -> None:
+def _check_encoding(file: Location, start: bytes) -> None:
     """Refuse a file whose first line is in UTF-16 or UTF-32, by its mark or by its zeros."""
-    zeros = tuple(place for place, byte in enumerate(line[:4]) if byte == 0)
-    width = next((width for marks, width in _MARKS if line.startswith(marks)), None)
+    zeros = tuple(place for place, byte in enumerate(start[:4]) if byte == 0)
+    width = next((width for marks, width in _MARKS if start.startswith(marks)), None)
     width = width or _WIDTH_OF_ZEROS.get(zeros)
     if width:
         raise ConfigError(
@@ -320,50 +307,65 @@ def scan(
     """
     kinds: dict[str, set[str]] = {}
     ids: list[Any] = []
-    cutter = Cutter(limit)
+    cutter, is_full = Cutter(limit), False
 
     def pieces(file: Location) -> Iterator[Piece]:
+        nonlocal is_full
         is_first = True
         for number, line in enumerate(_lines(file)):
             if number == 0:
-                _check_encoding(file, line)
-            has_content = _has_content(line)
-            if has_content and is_first:
+                _check_encoding(file, line.data)
+            if line.has_content and is_first:
                 is_first = False
-                _check_is_lines(file, line)
-            record = parse_line(line)[0] if has_content else None
-            for key, value in (record or {}).items():
-                kinds.setdefault(key, set()).add(_kind(value))
+                _check_is_lines(file, line.data)
+            record, error = parse_line(line) if line.has_content else (None, "")
+            is_full |= not _add_kinds(kinds, record or {})
             if id_column is not None and record is not None:
-                ids.extend(one for one in (record.get(id_column),) if _encodes(one))
-            yield Piece(len(line), has_content, 1)
+                # A broken line may have lost its id, and is known by its error.
+                is_lost = bool(error) and record.get(id_column) is None
+                ids.extend(one for one in (record.get(id_column),) if _encodes(one) and not is_lost)
+            yield Piece(line.num_bytes, line.has_content, 1)
 
     for file in files:
         if not cutter.is_full:
             cutter.cut(file, pieces(file), is_whole=_is_compressed(file))
     if not kinds:
-        raise ConfigError(f"no JSON object in {', '.join(map(str, files[:3]))}")
-    layout = _choose_format(kinds, prompt_columns)
+        few = f" of at most {MAX_KEYS:,} keys" if is_full else ""
+        raise ConfigError(f"no JSON object{few} in {', '.join(map(str, files[:3]))}")
+    layout = replace(_choose_format(kinds, prompt_columns), is_full=is_full)
     splits = tuple(cutter.splits)
     return JsonlScan(layout=layout, splits=splits, num_rows=cutter.num_rows, ids=ids)
+
+
+def _add_kinds(kinds: dict[str, set[str]], record: Mapping[str, Any]) -> bool:
+    """Note what the values of a line are; False if it would make too many columns."""
+    if len(record) > MAX_KEYS or len(kinds.keys() | record.keys()) > MAX_COLUMNS:
+        return False
+    for key, value in record.items():
+        kinds.setdefault(key, set()).add(_kind(value))
+    return True
 
 
 def read_jsonl(split: Split, *, layout: JsonlFormat, root: Location) -> Iterator[pa.Table]:
     """Yield the rows of a split, with a column of what is wrong with their lines."""
     location = root.at(split.path)
     numbered = enumerate(_lines_of(split, location), split.line)
-    rows = ((number, line) for number, line in numbered if _has_content(line))
+    rows = ((number, line) for number, line in numbered if line.has_content)
     for some in _in_tables(rows, split):
         yield _jsonl_table(some, layout, location)
 
 
 def _jsonl_table(
-    lines: Iterable[tuple[int, bytes]], layout: JsonlFormat, location: Location
+    lines: Iterable[tuple[int, Line]], layout: JsonlFormat, location: Location
 ) -> pa.Table:
     columns: dict[str, list[Any]] = {name: [] for name in layout.schema.names}
     errors = []
     for number, line in lines:
         record, error = parse_line(line)
+        others = sorted((record or {}).keys() - columns) if layout.is_full else []
+        if others:
+            error = error or (f"the key {shown(others[0])} is no column: the lines before have as "
+                              f"many keys as are read, {MAX_COLUMNS:,}")  # fmt: skip
         for field in layout.schema:
             try:
                 cell = _cell((record or {}).get(field.name), field, layout)
@@ -378,7 +380,7 @@ def _jsonl_table(
 
 def _at(error: str, location: Location, line: int) -> str:
     # The place makes the text unique: a resumed run knows lines without an id by it.
-    return f"{error} ({location}, line {line})" if error else ""
+    return f"{shown(error, MAX_REASON)} ({location}, line {line})" if error else ""
 
 
 def _in_tables(rows: Iterable[Any], split: Split) -> Iterator[list[Any]]:
@@ -388,15 +390,23 @@ def _in_tables(rows: Iterable[Any], split: Split) -> Iterator[list[Any]]:
         yield some
 
 
-def _lines_of(split: Split, location: Location) -> Iterator[bytes]:
+def _lines_of(split: Split, location: Location) -> Iterator[Line]:
     if split.size == WHOLE:
         with location.open_lines() as file:
-            file.read(split.offset)
-            yield from file
+            left = split.offset
+            while left and (skipped := file.read(min(left, BUFFER_BYTES))):
+                left -= len(skipped)
+            yield from read_lines(file)
         return
-    with location.open_file() as opened:
-        data = opened.read_at(split.size, split.offset)
-    yield from io.BytesIO(data)
+    buffer_bytes = min(split.size, BUFFER_BYTES)
+    with io.BufferedReader(location.open_file(), buffer_bytes) as file:
+        file.seek(split.offset)
+        left = split.size
+        for line in read_lines(file):
+            yield line
+            left -= line.num_bytes
+            if left <= 0:
+                return
 
 
 def _cell(value: Any, field: pa.Field, layout: JsonlFormat) -> Any:
@@ -472,9 +482,9 @@ def _kind(value: Any) -> str:
     return "str" if isinstance(value, str) else "nested"
 
 
-def _lines(location: Location) -> Iterator[bytes]:
+def _lines(location: Location) -> Iterator[Line]:
     with location.explained("read"), location.open_lines() as file:
-        yield from file
+        yield from read_lines(file)
 
 
 def _is_compressed(file: Location) -> bool:
@@ -683,8 +693,9 @@ def _open_csv(files: Sequence[Location], id_column: str | None, limit: int | Non
         if cutter.is_full:
             break
         separator = "\t" if ".tsv" in file.name.lower() else ","
-        with file.explained("read"), file.open_lines() as lines:
-            _check_encoding(file, lines.peek(4)[:4])
+        with file.explained("read"), file.open_lines() as opened:
+            _check_encoding(file, opened.peek(4)[:4])
+            lines = read_lines(opened)
             header = read_header(lines, separator, where=file)
             if header is not None:
                 headers[file.path] = header
@@ -897,9 +908,8 @@ def _open_jsonl(
 
 
 def _has_requests(files: Sequence[Location]) -> bool:
-    with files[0].explained("read"), files[0].open_lines() as file:
-        records = (parse_line(line)[0] for line in file)
-        first = next((record for record in records if record), {})
+    records = (parse_line(line)[0] for line in _lines(files[0]))
+    first = next((record for record in records if record), {})
     return set(BATCH_COLUMNS) <= first.keys()
 
 

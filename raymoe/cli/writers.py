@@ -1,7 +1,6 @@
 """Where rows go: lines of an output, and files that appear whole and can be continued."""
 
 import functools
-import itertools
 import json
 import logging
 import re
@@ -11,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +21,7 @@ from raymoe.cli.sources import Source
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
 from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, explode_samples
 from raymoe.data.error_groups import ErrorGroups
+from raymoe.data.json_lines import MAX_WRITTEN_BYTES, read_lines
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
 from raymoe.data.status import GENERATE, PARTS_SUFFIX
 from raymoe.errors import ConfigError, RaymoeError, describe, in_step
@@ -180,24 +180,29 @@ def _line_of_row(lines: Lines, row: pa.Table) -> bytes:
         return _line(lines.failed(row, describe(error)))
 
 
-def read_lines(
-    lines: Lines, file: Iterable[bytes], id_column: str, *, where: Location
-) -> Iterator[WrittenRow]:
-    """Yield what a resumed run must know of each line.
+def read_rows(
+    lines: Lines, file: IO[bytes], id_column: str, *, where: Location
+) -> Iterator[tuple[bytes, WrittenRow]]:
+    """Yield each line, and what a resumed run must know of it.
 
     Raises:
         RaymoeError: A line cannot be read; says where it is.
     """
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(read_lines(file, MAX_WRITTEN_BYTES), 1):
+        if not line.has_content:
+            continue
         try:
-            row = lines.read(json.loads(line), id_column)
+            if line.problem:
+                raise ValueError(line.problem)
+            row = lines.read(json.loads(line.data), id_column)
         except ConfigError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RaymoeError(
-                f"{where} line {number} has no readable {id_column!r}: {error!r}"
+                f"{where} line {number} has no readable {id_column!r}: {error!r}; delete the line "
+                "and resume again to generate its row anew"
             ) from error
-        yield row._replace(file=where.name)
+        yield line.data, row._replace(file=where.name)
 
 
 def check_form(names: Container[str], *, has_count: bool) -> None:
@@ -212,15 +217,6 @@ def check_form(names: Container[str], *, has_count: bool) -> None:
             f"the output was written {was} --samples-as-rows and this run is {now} it; resume it "
             "the way it was started, or start anew with --overwrite"
         )
-
-
-def drop_lines(
-    lines: Lines, file: Iterable[bytes], stale: "Stale", id_column: str
-) -> Iterator[bytes]:
-    """Yield the lines of the rows that are not stale."""
-    for line in file:
-        if not stale.holds(lines.read(json.loads(line), id_column)):
-            yield line
 
 
 PREFIX = "part-"
@@ -459,12 +455,14 @@ class JsonlWriter(Writer):
     def read_written(self, id_column: str) -> Iterator[WrittenRow]:
         for one in self._files():
             with one.open_lines() as file:
-                yield from read_lines(self.lines, file, id_column, where=one)
+                for _, row in read_rows(self.lines, file, id_column, where=one):
+                    yield row
 
     def drop(self, stale: Stale, id_column: str) -> None:
         for one in self._files():
-            with one.open_lines() as lines, one.replacing() as file:
-                file.writelines(drop_lines(self.lines, lines, stale, id_column))
+            with one.open_lines() as opened, one.replacing() as file:
+                rows = read_rows(self.lines, opened, id_column, where=one)
+                file.writelines(line for line, row in rows if not stale.holds(row))
 
     def next_name(self) -> str:
         """Return the name of a new part; the first part has the rows of a run that was finished."""
@@ -508,13 +506,20 @@ class JsonlWriter(Writer):
 
 
 def _join(parts: Iterable[Location]) -> Iterator[bytes]:
-    return itertools.chain.from_iterable(part.chunks() for part in parts)
+    """Yield the content of all parts; what lost its last line end, as in an editor, gets one."""
+    for part in parts:
+        end = b"\n"
+        for chunk in part.chunks():
+            yield chunk
+            end = chunk[-1:]
+        if end != b"\n":
+            yield b"\n"
 
 
 def _check_plain(path: Path, is_kind: Callable[[Path], bool], kind: str) -> None:
     if path.is_symlink() or (path.exists() and not is_kind(path)):
         is_what = f"a link to {path.readlink()}" if path.is_symlink() else f"not a {kind}"
-        raise ConfigError(f"--output: {path} is {is_what}; name a file, or a path that is free")
+        raise ConfigError(f"--output: {path} is {is_what}; name a {kind}, or a path that is free")
 
 
 @dataclass(kw_only=True)
@@ -537,6 +542,8 @@ class ParquetWriter(Writer):
             raise ConfigError(
                 f"--output {self.location} is a file; a directory is needed for parquet"
             )
+        if self.location.is_local:
+            _check_plain(self.location.local_path, Path.is_dir, "directory")
         self.location.make_dir()
         self.shards.check_only_ours()
         parts = self.shards.find()

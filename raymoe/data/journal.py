@@ -464,13 +464,22 @@ class JournalWriter:
         self._is_failing = True
         has_records = self._end > len(MAGIC)
         if self._file >= 0 and not has_records:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # an empty file harms nobody
+                self._path.unlink(missing_ok=True)
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        file, self._file = self._file, -1
+        if file >= 0:
+            close_file(file, self._path)
+
+
+def close_file(file: int, path: Path) -> None:
+    """Close a file to which all was written that can be; some file systems refuse even that."""
+    try:
+        os.close(file)
+    except OSError as error:
+        logger.warning("%s could not be closed: %s", path, error)
 
 
 def sync_directory(directory: Path) -> None:

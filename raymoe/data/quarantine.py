@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raymoe.condition import Condition
-from raymoe.data.journal import NOBODY, ROW_KEY_BYTES, open_private
+from raymoe.data.journal import NOBODY, ROW_KEY_BYTES, close_file, open_private
 from raymoe.engine.outputs import Generation
 from raymoe.errors import CheckpointError, ExecutionError
 from raymoe.specs.files import open_regular
@@ -91,7 +91,8 @@ class InFlightFile:
         with self._lock:
             has_deaths = any(self._directory.glob(f"{DEATH}*{SUFFIX}"))
             if self._file >= 0 and not self._in_flight and not (self._has_finished and has_deaths):
-                self._path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it says that no row is in flight
+                    self._path.unlink(missing_ok=True)
             self._close_file()
 
     def _open_file(self) -> None:
@@ -136,9 +137,9 @@ class InFlightFile:
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        file, self._file = self._file, -1
+        if file >= 0:
+            close_file(file, self._path)
 
 
 def read_death(path: Path) -> Death:

@@ -12,10 +12,12 @@ import pyarrow as pa
 from raymoe.config import INTEGER_RANGES, SamplingParams, as_sampling_params
 from raymoe.data.batches import as_identity, column_names, num_rows, plain_cell, plain_cells
 from raymoe.engine.tokenizer import WITHOUT_CONTENT, Chat
-from raymoe.errors import ConfigError, describe
+from raymoe.errors import TEMPORARY_ERRORS, ConfigError, describe
 from raymoe.safe_text import MAX_LEVELS, nesting_problem
 
 MAX_SHOWN_CHARACTERS = 60
+# A reason, and a place whose path has 4,096 characters: a resumed run knows broken lines by both.
+MAX_OWN_ERROR = 5000
 
 # UnicodeDecodeError is a ValueError; maps with lists as keys raise TypeError.
 _UNREADABLE = (ValueError, KeyError, OverflowError, TypeError)
@@ -288,7 +290,7 @@ class RowReader:
             request = dataclasses.replace(request, row_key=row_key(row.row_id))
             refuse_bad_cell(row.error, str(self.error_column))
             if row.error:
-                return dataclasses.replace(request, error=f"ValueError: {shown(row.error, 500)}")
+                return dataclasses.replace(request, error=own_error(row.error))
             prompt = self._read_prompt(row)
             sampling_params = self._read_params(row.params)
         except RowError as error:
@@ -331,6 +333,12 @@ class RowReader:
             if getattr(params, key) is not None and getattr(self.defaults, key) is None:
                 raise _needs_default(key, key)
         return params
+
+
+def own_error(value: Any) -> str:
+    """Return the error of a row that something before the operator has found to be at fault."""
+    text = shown(value, MAX_OWN_ERROR)
+    return text if text.startswith(TEMPORARY_ERRORS) else f"ValueError: {text}"
 
 
 class _Row(NamedTuple):

@@ -103,7 +103,9 @@ class DirectRequests:
 
     def _refuse_all(self, error: Exception) -> None:
         while self.is_waiting:
-            self._queue.get()[1].set_exception(error)
+            future = self._queue.get()[1]
+            if future.set_running_or_notify_cancel():  # else nobody waits for it any more
+                future.set_exception(error)
 
 
 def _answer(generator: Generator, row: pa.Table, future: "Future[pa.Table]") -> bool:

@@ -4,7 +4,6 @@ One batch at a time is a process of `raymoe generate`, whose journal keeps what 
 server that starts again finds the process of the server before it, or resumes its output.
 """
 
-import codecs
 import contextlib
 import hashlib
 import json
@@ -21,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from raymoe.data.json_lines import Line, parse_line, read_lines
 from raymoe.data.rows import RowError, check_encodes, shown
 from raymoe.data.status import (
     PARTS_SUFFIX,
@@ -50,7 +50,7 @@ from raymoe.openai.store import (
 from raymoe.processes import arguments_of, identity_of
 from raymoe.safe_text import harmless
 from raymoe.specs.files import new_file, open_regular
-from raymoe.units import MIB, format_bytes
+from raymoe.units import MIB
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -83,13 +83,13 @@ def check_input(path: Path, endpoint: str, models: Collection[str], max_requests
     found_model = None
     number = 0
     with os.fdopen(open_regular(path), "rb") as file:
-        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
-        for line_number, line in enumerate(lines, 1):
-            if len(line) > MAX_LINE_BYTES:
-                message = f"the line has more than {format_bytes(MAX_LINE_BYTES)}"
-                errors.append(LineError(code="line_too_long", message=message, line=line_number))
+        for line_number, line in enumerate(read_lines(file, MAX_LINE_BYTES), 1):
+            if line.problem:
+                errors.append(
+                    LineError(code="line_too_long", message=line.problem, line=line_number)
+                )
                 return Checked(num_lines=number, model=None, errors=tuple(errors))
-            if not line.removeprefix(codecs.BOM_UTF8).strip():
+            if not line.has_content:
                 continue
             number += 1
             if number > max_requests:
@@ -120,13 +120,10 @@ class _LineError(Exception):
         return LineError(code=self._code, message=str(self), param=self._param, line=line)
 
 
-def _check_line(line: bytes, endpoint: str, models: Collection[str]) -> tuple[str, str]:
-    try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError) as error:
-        raise _LineError("invalid_json_line", f"the line is not JSON: {error}"[:300]) from error
-    if not isinstance(record, dict):
-        raise _LineError("invalid_json_line", f"the line is {shown(record)}, not an object")
+def _check_line(line: Line, endpoint: str, models: Collection[str]) -> tuple[str, str]:
+    record, problem = parse_line(line)
+    if record is None or problem:
+        raise _LineError("invalid_json_line", problem)
     custom_id = record.get(ID_COLUMN)
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
         raise _LineError("invalid_custom_id", f"custom_id is {shown(custom_id)}; it takes text of "
@@ -491,7 +488,7 @@ class Responses:
             for line, is_good in self._lines():
                 kind = "output" if is_good else "error"
                 counts[kind] += 1
-                files[kind].write(line.translate(NOT_LINE_ENDS))
+                files[kind].write(line.rstrip("\n").translate(NOT_LINE_ENDS) + "\n")
         ids = {kind: self._adopt(kind, paths[kind]) for kind in counts if counts[kind]}
         return {
             "output_file_id": ids.get("output"), "error_file_id": ids.get("error"),

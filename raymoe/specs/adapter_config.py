@@ -5,7 +5,7 @@ Source: `LoraConfig` and `get_pattern_key` of PEFT 0.21.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ from raymoe.specs.other_formats import ADAPTER_FILE, ADAPTER_WEIGHTS, MERGE_ADAP
 from raymoe.specs.quantization import checked_expression
 
 MAX_RANK = 1 << 16
+MAX_PATTERNS = 1024  # each of them may be tried for each tensor
 # Fields that say how an adapter was trained, and those that names of tensors show.
 _NOT_READ = frozenset(
     """
@@ -50,8 +51,8 @@ class AdapterConfig:
     base: str
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[re.Pattern[str], int]
+    alpha_pattern: Mapping[re.Pattern[str], float]
     target_parameters: tuple[str, ...]
     is_rank_stabilised: bool
     keeps_tied: bool
@@ -79,17 +80,18 @@ class AdapterConfig:
         targets = config.get("target_parameters") or []
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
             raise CheckpointError(f"{where}: target_parameters is {targets!r:.100}, not names")
+        _check_count(targets, f"{where}: target_parameters")
         return cls(
             where=where,
             base=base if isinstance(base, str) else "",
             rank=_rank(config.get("r"), f"{where}: r"),
             alpha=_number(config.get("lora_alpha"), f"{where}: lora_alpha"),
             rank_pattern={
-                name: _rank(value, f"{where}: rank_pattern[{name!r:.100}]")
+                _as_match(name): _rank(value, f"{where}: rank_pattern[{name!r:.100}]")
                 for name, value in _pattern(config, "rank_pattern", where).items()
             },
             alpha_pattern={
-                name: _number(value, f"{where}: alpha_pattern[{name!r:.100}]")
+                _as_match(name): _number(value, f"{where}: alpha_pattern[{name!r:.100}]")
                 for name, value in _pattern(config, "alpha_pattern", where).items()
             },
             target_parameters=tuple(targets),
@@ -151,24 +153,27 @@ def _pattern(config: Mapping[str, object], name: str, where: str) -> Mapping[str
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {name} is {value!r:.100}; expected an object")
-    for expression in value:
-        checked_expression(str(expression), _as_match(str(expression)))
+    _check_count(value, f"{where}: {name}")
+    # A module that none matches is compared with all of them.
+    checked_expression("|".join(value), "")
     return value
 
 
-def _as_match(pattern: str) -> str:
-    return rf"(?:.*\.)?(?:{pattern})$"
+def _check_count(patterns: Collection[object], where: str) -> None:
+    if len(patterns) > MAX_PATTERNS:
+        raise CheckpointError(f"{where} has {len(patterns):,} entries; at most {MAX_PATTERNS:,} "
+                              "are read")  # fmt: skip
+
+
+def _as_match(pattern: str) -> re.Pattern[str]:
+    return checked_expression(pattern, rf"(?:.*\.)?(?:{pattern})$")
 
 
 Value = TypeVar("Value")
 
 
-def _of_pattern(pattern: Mapping[str, Value], name: str, default: Value) -> Value:
-    for key, value in pattern.items():
-        expression = _as_match(key)
-        if re.match(expression, name):
-            return value
-    return default
+def _of_pattern(patterns: Mapping[re.Pattern[str], Value], name: str, default: Value) -> Value:
+    return next((value for one, value in patterns.items() if one.match(name)), default)
 
 
 def base_and_adapter(

@@ -84,8 +84,17 @@ ANSWER = {
 }
 
 
+# Lines that are no rows, and end no run: not the first, and none that resumes.
+BROKEN = (
+    "{broken",
+    json.dumps({"prompt": "a", "deep": 0}).replace("0", "[" * 900 + "]" * 900),
+    '{"\\ud800": "a"}',
+    json.dumps(dict.fromkeys(map(str, range(40_000)), 0)),
+)
+
+
 def make_records():
-    """Rows of which three have errors; one more is no JSON."""
+    """Rows of which three have errors."""
     records = [{"id": index, "prompt": f"row {index}", "tags": [index]} for index in range(40)]
     records[3]["prompt"] = ""
     records[4]["prompt"] = 4
@@ -98,7 +107,7 @@ def make_records():
 def test_a_job_that_was_cut_off_ends_with_an_answer_or_a_reason_for_each_row(model, tmp_path):
     records = make_records()
     lines = [json.dumps(record) for record in records]
-    source = write_lines(tmp_path / "in.jsonl", *lines[:10], "{broken", *lines[10:])
+    source = write_lines(tmp_path / "in.jsonl", *lines[:10], *BROKEN, *lines[10:])
     written = [record | ANSWER for record in records[7:27]]
     written[1]["prompt"] = "before the edit"
     partial = leave_parts(tmp_path / "out.jsonl.partial", written)
@@ -109,11 +118,13 @@ def test_a_job_that_was_cut_off_ends_with_an_answer_or_a_reason_for_each_row(mod
     assert done.returncode == 0, done.stderr
     assert re.search(r"plan: \d+ rows; prompts of .*\n.* predicted: ", done.stderr, re.DOTALL)
     assert "1 rows have been edited since they were written" in done.stderr
-    assert "19 of 41 rows are already written" in done.stderr
+    assert "19 of 44 rows are already written" in done.stderr
     assert not partial.exists()
     rows = read_lines(output)
-    (broken,) = [row for row in rows if row["id"] is None]
-    assert "not JSON" in broken["__inference_error__"]
+    broken = [row["__inference_error__"] for row in rows if row["id"] is None]
+    assert len(broken) == len(BROKEN)
+    for problem in ("not JSON", "nested more", "lone surrogate", "40,000 keys"):
+        assert re.search(rf"{problem}.*\(.*in.jsonl, line 1[1-4]\)$", "\n".join(broken), re.M)
     found = sorted((row for row in rows if row["id"] is not None), key=lambda row: row["id"])
     assert [row["id"] for row in found] == [*range(40)]
     assert [row["prompt"] for row in found[5:]] == [f"row {index}" for index in range(5, 40)]
@@ -125,8 +136,8 @@ def test_a_job_that_was_cut_off_ends_with_an_answer_or_a_reason_for_each_row(mod
     files = read_status(tmp_path / "out.jsonl.status")
     assert (files.job.state, files.unreadable) == ("finished", ())
     (actor,) = files.actors
-    assert (actor.rows.num_rows, actor.engine.num_generated_tokens) == (22, 17 * 4 + 2)
-    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert (actor.rows.num_rows, actor.engine.num_generated_tokens) == (25, 17 * 4 + 2)
+    assert re.search(r"^44 rows in .*, 7 of them with errors$", done.stdout, re.MULTILINE)
     assert "did you mean 'max_tokens'" in done.stdout  # errors are told whole
     assert is_report(tmp_path / "out.jsonl.report.html")
 
@@ -136,7 +147,7 @@ def test_a_job_that_was_cut_off_ends_with_an_answer_or_a_reason_for_each_row(mod
 def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_path):
     records = make_records()
     lines = [json.dumps(record) for record in records]
-    source = write_lines(tmp_path / "in.jsonl", *lines[:10], "{broken", *lines[10:])
+    source = write_lines(tmp_path / "in.jsonl", *lines[:10], *BROKEN, *lines[10:])
     output = tmp_path / "out.jsonl"
     options = ("--model", model, "--input", source, "--output", output, "--id-column", "id")
 
@@ -146,7 +157,7 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
     assert "error" not in done.stderr
     assert re.search(r"plan: \d+ rows; prompts of .*\n.* predicted: ", done.stderr, re.DOTALL)
     rows = read_lines(output)
-    assert [row["id"] for row in rows] == [*range(10), None, *range(10, 40)]
+    assert [row["id"] for row in rows] == [*range(10), *[None] * len(BROKEN), *range(10, 40)]
     assert rows[7]["tags"] == [7]
     assert [row["num_generated_tokens"] for row in rows[:8]] == [4, 4, 4, 0, 0, 2, 0, 4]
     assert "not JSON" in rows[10]["__inference_error__"]
@@ -156,14 +167,14 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
 
     # As after a crash: some rows are written, a part only half; and one row has been edited.
     records[8]["prompt"] = "an edited row"
-    write_lines(source, *lines[:8], json.dumps(records[8]), lines[9], "{broken", *lines[10:])
+    write_lines(source, *lines[:8], json.dumps(records[8]), lines[9], *BROKEN, *lines[10:])
     partial = leave_parts(tmp_path / "out.jsonl.partial", rows[5:25])
     output.unlink()
     again = generate(*options, "--resume", "--price-per-hour", 1.2)
     assert again.returncode == 0, again.stderr
     check_totals(tmp_path, again)
     assert "1 rows have been edited since they were written" in again.stderr
-    assert "19 of 41 rows are already written" in again.stderr
+    assert "19 of 44 rows are already written" in again.stderr
     assert not partial.exists()
     found = sorted(read_lines(output), key=str)
     old = rows.pop(8)
@@ -176,12 +187,12 @@ def test_json_lines_come_out_with_an_answer_or_a_reason_each_once(model, tmp_pat
 def check_totals(directory, done):
     """Rows, errors, tokens and time of a job of two runs, of which the first is not whole."""
     view = JobView.of(read_status(directory / "out.jsonl.status"), time.time())
-    assert (view.former.num_runs, view.former.num_rows, view.num_rows) == (1, 19, 41)
-    assert (view.num_error_rows, sum(view.errors.values())) == (4, 4)
+    assert (view.former.num_runs, view.former.num_rows, view.num_rows) == (1, 19, 44)
+    assert (view.num_error_rows, sum(view.errors.values())) == (7, 7)
     assert view.num_generated_tokens == 36 * 4 + 2
     assert view.former.elapsed_s > 0
     assert view.cost == pytest.approx(1.2 * view.elapsed_s / 3600)
-    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert re.search(r"^44 rows in .*, 7 of them with errors$", done.stdout, re.MULTILINE)
     assert f"{36 * 4 + 2} generated" in done.stdout
     assert " in 2 runs, " in done.stdout
 
@@ -211,16 +222,16 @@ def test_rows_cannot_be_arranged_and_keep_their_order(capsys, tmp_path):
 
 def check_traces(directory, done):
     """What a run leaves beside its output besides the rows, for those who look later."""
-    assert re.search(r"^41 rows in .*, 4 of them with errors$", done.stdout, re.MULTILINE)
+    assert re.search(r"^44 rows in .*, 7 of them with errors$", done.stdout, re.MULTILINE)
     assert "did you mean 'max_tokens'" in done.stdout  # errors are told whole
     assert " USD per million tokens" in done.stdout
     assert "tokens/s" in done.stdout
     files = read_status(directory / "out.jsonl.status")
-    assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("finished", 41, 4)
+    assert (files.job.state, files.job.num_rows, files.job.num_error_rows) == ("finished", 44, 7)
     assert dict(files.job.settings)["ignore_eos"] == "True"
     assert files.unreadable == ()
     (actor,) = files.actors
-    assert actor.rows.num_rows == 41
+    assert actor.rows.num_rows == 44
     assert actor.engine.num_generated_tokens == actor.rows.num_generated_tokens == 36 * 4 + 2
     assert [record.actor for record in files.steps] == [actor.actor]
     view = JobView.of(files, files.job.updated_unix_s)

@@ -25,7 +25,15 @@ from raymoe.config import SamplingParams
 from raymoe.data.generator import MoEGenerator
 from raymoe.memory.shared_file import DIRECTORY, SharedFile
 from tests.hostile_rows import MAY_ANSWER, SLOW, WITHOUT_ID, answers, as_tables, random_rows
-from tests.ray.matrix import CONFIG, ROWS_PER_BLOCK, Job, make_rows, small_cluster
+from tests.ray.matrix import (
+    CONFIG,
+    ROWS_PER_BLOCK,
+    HeldBack,
+    Job,
+    allow,
+    make_rows,
+    small_cluster,
+)
 from tests.ray.matrix import undisturbed as as_before
 from tests.ray.test_kill_matrix import SHARING, mount
 from tests.ray.test_resume import Command
@@ -39,6 +47,7 @@ pytestmark = [
 
 NUM_ROWS, HOSTILE_SHARE = 8000, 0.03
 NUM_KILLS, STOPPED_S = 10, 60
+ROWS_BEHIND, ALL_ROWS = 400, 10**9
 LONGEST_S = 1200
 PARAMS = SamplingParams(max_tokens=24, logprobs=1)
 MARK = "RAYMOE_TEST_MARK"  # a variable of all processes of a job, and of what they start
@@ -50,14 +59,16 @@ def test_kills_and_a_stopped_actor_among_hostile_rows(tiny_model, tmp_path):
     tables = whole_tables(random_rows(moments, NUM_ROWS + 200, HOSTILE_SHARE))
     mark = uuid.uuid4().hex
     with small_cluster(1, num_gpus=2, environment={MARK: mark}):
-        job = Job(tiny_model, [], tmp_path, num_actors=2, tables=tables, sampling_params=PARAMS)
-        # By the rows that are done, so that a fast machine does not end the job before.
+        allow(tmp_path, 0)
+        options = {"num_actors": 2, "tables": tables, "sampling_params": PARAMS}
+        job = Job(tiny_model, [], tmp_path, HeldBack, **options)
+        # By the rows that are done, and never more: a fast machine must not end the job before.
         for number in range(NUM_KILLS):
             part = (number + moments.random()) / (NUM_KILLS + 2)
-            job.wait_for_rows(int(part * NUM_ROWS))
+            wait_for_rows(job, int(part * NUM_ROWS))
             assert marked(mark)
             kill_one(job, moments)
-        job.wait_for_rows(job.num_logged() + 50)
+        wait_for_rows(job, job.num_logged() + 50)
         stop_oldest(job)
         job.finish(LONGEST_S)
     check(tables, [one for table in job.tables for one in answers(table)], tiny_model)
@@ -71,6 +82,12 @@ def whole_tables(rows):
     return tables
 
 
+def wait_for_rows(job, num_rows):
+    """Until they are done, with others behind them."""
+    job.allow(num_rows + ROWS_BEHIND)
+    job.wait_for_rows(num_rows)
+
+
 def kill_one(job, moments):
     found = wait_for_actors(job)
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,9 +95,10 @@ def kill_one(job, moments):
 
 
 def stop_oldest(job):
-    """For long; it has rows, so the job waits for it."""
+    """For long; it has rows, so the job waits for it while the other one does the rest."""
     one = min(wait_for_actors(job), key=psutil.Process.create_time)
     one.suspend()
+    job.allow(ALL_ROWS)
     try:
         time.sleep(STOPPED_S)
         assert job.is_running, f"the job ended without a stopped actor: {job.error}"

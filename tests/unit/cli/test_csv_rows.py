@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from raymoe.cli import csv_rows, sources
 from raymoe.cli.csv_rows import CsvRows, read_header
 from raymoe.cli.sources import open_source
+from raymoe.data.json_lines import Line, read_lines
 from raymoe.errors import ConfigError
 
 
+def lines(text):
+    return read_lines(io.BytesIO(text))
+
+
 def rows(text, separator=","):
-    return [(row.cells, row.line, bool(row.error)) for row in CsvRows(io.BytesIO(text), separator)]
+    return [(row.cells, row.line, bool(row.error)) for row in CsvRows(lines(text), separator)]
 
 
 def read(path, content, **options):
@@ -46,6 +51,37 @@ def test_a_row_that_is_too_long_is_given_up(monkeypatch):
     assert found[-1] == (["2", "b"], 32, False)
 
 
+@pytest.mark.parametrize("line", [b'x","y\n', b'1,"a\n', b'"",""\n', b'a"",""""\n', b'"\n'])
+def test_each_line_is_parsed_three_times_at_most_wherever_quotes_are_open(line, monkeypatch):
+    """The first is read by each row that begins before the end that it looks for, if all are."""
+    parsed, parse = [], CsvRows._parse
+
+    def count(self, texts):
+        parsed.extend(texts := list(texts))
+        return parse(self, texts)
+
+    monkeypatch.setattr(CsvRows, "_parse", count)
+    assert sum(row.num_lines for row in CsvRows(lines(line * 500), ",")) == 500
+    assert len(parsed) <= 4 * 500  # with a quote before each that is in one
+
+
+def test_a_line_that_is_too_long_is_given_up_and_ends_no_other_row():
+    given = [Line(one, size) for one, size in ((b'1,"a\n', 5), (b"b" * 9, 99), (b'2,"b"\n', 6))]
+    found = [(row.cells, row.line, row.error[:20], row.num_bytes) for row in CsvRows(given, ",")]
+    assert found == [([], 1, "a quote is not close", 5), ([], 2, "the line has 99 byte", 99),
+                     (["2", "b"], 3, "", 6)]  # fmt: skip
+    with pytest.raises(ConfigError, match="the header of x has 4,001 columns"):
+        read_header(lines(b",".join(b"%d" % one for one in range(4001))), ",", where="x")
+
+
+def test_a_row_of_too_many_lines_is_given_up(monkeypatch):
+    monkeypatch.setattr(csv_rows, "MAX_ROW_LINES", 3)
+    assert rows(b'1,"a\nb\nc"\n2,"a\nb\nb\nc\nd"\n') == [
+        (["1", "a\nb\nc"], 1, False), ([], 4, True), (["b"], 5, False), (["b"], 6, False),
+        (["c"], 7, False), (['d"'], 8, False),
+    ]  # fmt: skip
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.lists(st.text(max_size=6), min_size=2, max_size=2), max_size=8))
 def test_what_python_writes_is_read_back(table):
@@ -55,7 +91,7 @@ def test_what_python_writes_is_read_back(table):
         data = file.getvalue().encode()
     except UnicodeEncodeError:
         return
-    found = list(CsvRows(io.BytesIO(data), ","))
+    found = list(CsvRows(lines(data), ","))
     assert [row.cells for row in found if row.has_content] == table
     assert sum(row.num_bytes for row in found) == len(data)
 
@@ -73,15 +109,15 @@ def test_what_python_writes_is_read_back(table):
     ],
 )  # fmt: skip
 def test_the_first_line_names_the_columns(line, separator, names):
-    header = read_header([b"\n", line, b"1,2\n"], separator, where="x")
+    header = read_header(lines(b"\n" + line + b"1,2\n"), separator, where="x")
     assert header.names == names
     assert (header.num_bytes, header.line) == (1 + len(line), 3)
 
 
 def test_names_that_repeat_are_refused():
     with pytest.raises(ConfigError, match="the header of x has 'a' more than once"):
-        read_header([b"a,a\n"], ",", where="x")
-    assert read_header([b"\n"], ",", where="x") is None
+        read_header(lines(b"a,a\n"), ",", where="x")
+    assert read_header(lines(b"\n"), ",", where="x") is None
 
 
 MESSY = b'id,prompt\n1,a\n2,b,c\n\n3,\n4,"d\nd"\n5,"e\n6,\xff\n7,"f"\n'

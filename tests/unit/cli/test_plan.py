@@ -443,7 +443,9 @@ def test_lengths_come_from_a_file(
     lengths = [(dice.randint(1, 300), dice.randint(1, 20)) for _ in range(12)]
     rows = [{"prompt_tokens": prompt, "generated_tokens": count} for prompt, count in lengths]
     if suffix == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        # Ends of lines elsewhere, and in JSON characters of a text.
+        lines = [json.dumps(row | {"text": "a\u2028b\x85c"}, ensure_ascii=False) for row in rows]
+        path.write_text("\r\n".join([*lines, ""]), encoding="utf-8")
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     plan = find_plan(ModelSpec.from_directory(model), NODE, Workload.of_rows(tuple(lengths)))

@@ -7,11 +7,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymoe.cli.resume import find_written
-from raymoe.cli.sources import open_source
+from raymoe.cli.sources import TemplatedSource, open_source
+from raymoe.cli.storage import Location
 from raymoe.cli.writers import open_writer
 from raymoe.config import SamplingParams
+from raymoe.data import prompt_template
 from raymoe.data.columns import OutputColumns
+from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
+from raymoe.data.rows import RowReader
 from raymoe.engine.outputs import Generation
+from raymoe.errors import WorkerProcessError
 from raymoe.openai.batch import CONTENT_COLUMNS
 from tests.unit.cli.places import PLACES, write_part
 
@@ -124,6 +129,65 @@ def test_rows_whose_error_came_from_outside_are_generated_again(tmp_path, name):
     written = find_written(source, writer, COLUMNS, "id")
     assert written.failed.to_pylist() == source.ids.to_pylist()
     assert (len(written.ids), len(written.changed)) == (0, 0)
+
+
+class KilledWorker:
+    """A process that is killed whenever it is asked to render."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def ask(self, message, **options):
+        if "rows" in message:
+            raise WorkerProcessError("the prompt template's process was killed; try the row again")
+        return self.worker.ask(message, **options)
+
+
+def test_rows_whose_template_was_killed_are_generated_again_and_right_ones_stay(
+    tmp_path, monkeypatch
+):
+    """Through all that a row passes: template, reader of the operator, output, resume."""
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, [{"id": number, "text": "a"} for number in range(2)])
+    template = PromptTemplate(prompt="{{ text }}")
+    source = TemplatedSource.of(open_source(str(path), id_column="id"), template)
+    columns = (template.output_column,)
+    worker = KilledWorker(prompt_template._worker())
+    reader = RowReader.of_options({"error_column": INPUT_ERROR_COLUMN, "id_column": "id"})
+    for is_killed in (True, False):
+        with monkeypatch.context() as patch:
+            if is_killed:
+                patch.setattr(prompt_template, "_worker", lambda: worker)
+            (table,) = source.tables([*source.schema.names, INPUT_ERROR_COLUMN])
+        (error, _) = [request.error for request in reader.read(table)]
+        assert error.startswith("WorkerProcessError: ") == is_killed
+        location = Location.local(tmp_path / f"{is_killed}.jsonl")
+        writer = open_writer(location, source, content_columns=columns)
+        answer(source, writer, error=error)
+        with monkeypatch.context() as patch:  # again, while a resumed run reads its input
+            patch.setattr(prompt_template, "_worker", lambda: worker)
+            written = find_written(source, open_again(writer), columns, "id")
+        assert written.failed.to_pylist() == [0, 1] * is_killed
+        assert written.ids.to_pylist() == [0, 1] * (not is_killed)
+
+
+def test_broken_lines_of_a_long_path_are_told_apart(tmp_path):
+    directory = tmp_path.joinpath(*["d" * 200] * 4)
+    directory.mkdir(parents=True)
+    path = directory / "in.jsonl"
+    path.write_text('{"id": 1, "prompt": "a"}\n[1]\n[1]\n')
+    source = open_source(str(path), id_column="id")
+    writer = open_writer(Location.local(tmp_path / "out.jsonl"), source, content_columns=COLUMNS)
+    writer.prepare(resume=False, overwrite=False)
+    (table,) = source.tables([*source.schema.names, INPUT_ERROR_COLUMN])
+    reader = RowReader.of_options({"error_column": INPUT_ERROR_COLUMN})
+    rows = [Generation(error=request.error) for request in reader.read(table)]
+    columns = OutputColumns.of(SamplingParams())
+    write_part(writer, columns.append(table.drop_columns([INPUT_ERROR_COLUMN]), rows)[0])
+    writer.close()
+    written = find_written(source, open_again(writer), COLUMNS, "id")
+    assert sorted(written.errors.to_pylist()) == table[INPUT_ERROR_COLUMN].to_pylist()[1:]
+    assert (written.num_rows, bool(written.stale)) == (3, False)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,5 +1,6 @@
 """JSON lines: one type for each column, one reason for each bad line."""
 
+import gzip
 import itertools
 import json
 
@@ -7,8 +8,9 @@ import pyarrow as pa
 import pytest
 
 from raymoe.cli import sources
-from raymoe.cli.sources import read_jsonl, scan
+from raymoe.cli.sources import open_source, read_jsonl, scan
 from raymoe.cli.storage import Location
+from raymoe.data import json_lines
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
 from raymoe.errors import ConfigError
 
@@ -99,6 +101,37 @@ def test_splits_cover_every_line_once(tmp_path, monkeypatch, split_rows):
 def test_a_file_without_an_object_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no JSON object"):
         read(tmp_path / "a.jsonl", b"", b"nothing here")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_lines_without_measure_are_error_rows_with_file_and_line(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(json_lines, "DISCARD_BYTES", 1000)
+    monkeypatch.setattr(sources, "MAX_COLUMNS", 4)
+    path = tmp_path / name
+    deep, wide = "[" * 200 + "]" * 200, dict.fromkeys("cdefg", 1)
+    lines = [
+        b'{"id": 1, "prompt": "a", "x": 1}',
+        b'{"id": 2, "prompt": "' + b"a" * 900_000 + b'"}',
+        b'{"id": 3, "prompt": "a", "x": %b}' % deep.encode(),
+        b'{"id": 4, "prompt": "a", "\\ud800": 1}',
+        b'{"id": 5, "prompt": "a", "y": 1}',
+        *lines_of({"id": 6} | wide, {"id": 7, "y": 1}),
+        b'{"prompt": "\\udfff", "\\ud800": 1}',
+    ]
+    data = b"\n".join(lines)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    source = open_source(str(path), id_column="id")
+    assert source.schema.names == ["id", "prompt", "x", "y"]
+    assert source.ids.to_pylist() == [1, 3, 4, 5, 6, 7]
+    rows = pa.concat_tables(source.tables(["id", "prompt", INPUT_ERROR_COLUMN])).to_pylist()
+    assert [row["id"] for row in rows] == [1, None, 3, 4, 5, 6, 7, None]
+    errors = [row[INPUT_ERROR_COLUMN] for row in rows]
+    problems = ["", "bytes; at most 1,000", "nested more", "surrogate", "", "'c' is no column", "",
+                "surrogate"]  # fmt: skip
+    for number, (error, problem) in enumerate(zip(errors, problems, strict=True), 1):
+        assert error.endswith(f" ({path}, line {number})" if problem else "")
+        assert problem in error
 
 
 BOM = b"\xef\xbb\xbf"

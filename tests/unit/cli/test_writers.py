@@ -88,6 +88,19 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, name):
         )
 
 
+def test_a_directory_of_parquet_that_is_a_link_is_refused(tmp_path):
+    place, link = tmp_path / "place", tmp_path / "out"
+    link.symlink_to(place)
+    for is_there in (False, True):
+        if is_there:
+            finish(ParquetWriter(location=Location.local(place)), rows(1))
+        for how in ({"overwrite": True}, {"resume": True}, {}):
+            with pytest.raises(ConfigError, match=r"out is a link to .*place; name a directory"):
+                finish(ParquetWriter(location=Location.local(link)), rows(2), **how)
+        assert place.exists() == is_there
+    assert ids_in(ParquetWriter(location=Location.local(place))) == [1]
+
+
 def test_parts_of_parquet_are_not_written_through_links(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("kept")

@@ -5,9 +5,10 @@ import json
 import pyarrow as pa
 import pytest
 
+from raymoe.cli import writers
 from raymoe.cli.storage import Location
-from raymoe.cli.writers import JsonlWriter
-from raymoe.errors import ConfigError
+from raymoe.cli.writers import JsonlWriter, Stale
+from raymoe.errors import ConfigError, RaymoeError
 from tests.unit.cli.places import PLACES, remote, write_part
 
 
@@ -44,7 +45,7 @@ def run(output, *ids, resume=False, overwrite=False):
 
 
 def ids_in(output):
-    return [json.loads(line)["id"] for line in output.read_bytes().splitlines()]
+    return [json.loads(line)["id"] for line in output.read_bytes().split(b"\n") if line]
 
 
 def names(output):
@@ -62,6 +63,40 @@ def test_rows_are_one_file_in_their_order_and_nothing_else_stays(output):
     assert run(output, *range(9), resume=True) == list(range(7))
     assert ids_in(output) == list(range(9))
     assert names(output) == ["out.jsonl"]
+
+
+def change(output, edit):
+    data = edit(output.read_bytes())
+    with output.filesystem.open_output_stream(output.path) as file:
+        file.write(data)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_rows_come_whole_behind_a_last_line_without_its_end(any_output, is_killed):
+    run(any_output, 1, 2)
+    change(any_output, lambda data: b"\n" + data.removesuffix(b"\n"))  # as editors leave it
+    if is_killed:  # it is then the first of the parts
+        killed = JsonlWriter(location=any_output)
+        killed.prepare(resume=True, overwrite=False)
+        killed.next_name()
+    assert run(any_output, 1, 2, 3, 4, resume=True) == [1, 2]
+    assert ids_in(any_output) == [1, 2, 3, 4]
+    change(any_output, lambda data: data.removesuffix(b"\n"))
+    writer = JsonlWriter(location=any_output)
+    writer.prepare(resume=True, overwrite=False)
+    writer.drop(Stale(frozenset([2])), "id")
+    write_part(writer, rows(5))
+    writer.close()
+    assert ids_in(any_output) == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("cell", ["[" * 1100 + "]" * 1100, "1" * 100])
+def test_a_line_of_the_output_that_cannot_be_read_is_named(output, monkeypatch, cell):
+    monkeypatch.setattr(writers, "MAX_WRITTEN_BYTES", 100)
+    run(output, 1)
+    change(output, lambda data: data + b'{"id": %b}\n' % cell.encode())
+    with pytest.raises(RaymoeError, match=r"out\.jsonl line 2 has no readable 'id': .*delete the"):
+        run(output, 2, resume=True)
 
 
 def test_an_output_without_rows_is_an_empty_file(output):

@@ -1,5 +1,6 @@
 """What tests of the journal share: rows, keys, and how to start a process of their own."""
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import pyarrow as pa
 
 import raymoe
 from raymoe.config import SamplingParams
+from raymoe.data import journal, quarantine
 from raymoe.data.job_rows import FinishedRows
 from raymoe.data.rows import RowReader
 from raymoe.engine.outputs import Generation, TokenLogprob
@@ -60,3 +62,32 @@ def keys_of_samples():
     )
     rows = FinishedRows(None, _Job())
     return [key.hex() for key in rows.keys(reader.read(table))]
+
+
+class ReadOnlyOs:
+    """The module os on a file system that may only be read: closing a file says so too."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def close(self, file):
+        os.close(file)
+        refuse()
+
+    def open(self, path, flags, *mode):
+        return refuse() if flags & os.O_CREAT else os.open(path, flags, *mode)
+
+    def write(self, *_):
+        refuse()
+
+    fsync = write
+
+
+def refuse(*_, **__):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def turn_read_only(monkeypatch):
+    for module in (journal, quarantine):
+        monkeypatch.setattr(module, "os", ReadOnlyOs())
+    monkeypatch.setattr(Path, "unlink", refuse)

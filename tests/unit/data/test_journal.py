@@ -22,7 +22,7 @@ from raymoe.data.journal import (
 )
 from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError, ExecutionError
-from tests.unit.data.journals import ENVIRONMENT, FULL, ROOT, key_of, row
+from tests.unit.data.journals import ENVIRONMENT, FULL, ROOT, key_of, row, turn_read_only
 
 WRITER = """
 import sys
@@ -259,6 +259,24 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_files(tmp_path, full_disk)
     journal = written(tmp_path, 0, 1)
     assert journal.num_lost_rows == 2
     assert journal_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_file_system_that_turns_read_only_loses_rows_and_ends_no_job(
+    tmp_path, monkeypatch, has_rows, caplog
+):
+    """Nothing can be made, written, removed or even closed there any more."""
+    journal = RowJournal(tmp_path)
+    if has_rows:
+        journal.append(key_of(0), row(0))
+        journal.flush()
+    turn_read_only(monkeypatch)
+    for number in (1, 2):
+        journal.append(key_of(number), row(number))
+        journal.flush()
+    journal.close()
+    assert journal.num_lost_rows == 2
+    assert caplog.text.count("cannot be written ([Errno 30]") == 1
 
 
 def test_a_row_that_cannot_be_encoded_costs_no_other_row_its_record(tmp_path, caplog):

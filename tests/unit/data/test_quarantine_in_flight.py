@@ -5,6 +5,7 @@ import os
 
 from raymoe.data import quarantine
 from raymoe.data.quarantine import InFlightFile, in_flight_files, keep_deaths, read_death
+from tests.unit.data.journals import turn_read_only
 
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 
@@ -128,6 +129,19 @@ def test_a_full_disk_is_said_once_and_the_next_file_tells_all(tmp_path, monkeypa
     os.close(file._file)
     (death,) = deaths(tmp_path)
     assert death.inside == set(KEYS[:4])
+
+
+def test_a_file_system_that_turns_read_only_ends_no_job(tmp_path, monkeypatch, caplog):
+    file, other = InFlightFile(tmp_path), InFlightFile(tmp_path)
+    for one in (file, other):
+        one.record(entered=KEYS[:1])
+    other.record(left=KEYS[:1])
+    turn_read_only(monkeypatch)
+    file.record(entered=KEYS[1:2])
+    file.record(entered=KEYS[2:3])
+    file.close()
+    other.close()
+    assert caplog.text.count("cannot be written to") == 1
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):

@@ -223,6 +223,21 @@ def test_rows_that_were_already_bad_keep_their_reason():
     assert requests[1].error == "ValueError: line 4 broke"
 
 
+@pytest.mark.parametrize("kind", ["WorkerProcessError", "CapacityError"])
+def test_an_error_that_may_pass_keeps_its_kind(kind):
+    """Resumed runs try such rows again, and know them by it."""
+    reader = RowReader(defaults=DEFAULTS, error_column="why")
+    (request,) = reader.read(pa.table({"prompt": ["a"], "why": [f"{kind}: it was killed"]}))
+    assert request.error == f"{kind}: it was killed"
+
+
+def test_the_place_behind_an_error_is_whole_however_long_its_path():
+    reader = RowReader(defaults=DEFAULTS, error_column="why")
+    places = [f"({'d' * 4096}, line {number})" for number in (1, 2)]
+    table = pa.table({"prompt": [None] * 2, "why": [f"{'x' * 500} {place}" for place in places]})
+    assert [request.error[-4106:] for request in reader.read(table)] == places
+
+
 def test_a_table_without_the_columns_is_refused_with_those_it_has():
     reader = RowReader(defaults=DEFAULTS, id_column="id")
     with pytest.raises(ConfigError, match=r"neither column 'prompt' nor 'messages'.*'question'"):

@@ -67,6 +67,15 @@ def test_a_later_process_of_the_same_id_is_neither_waited_for_nor_ended(start, t
     assert child.poll() is None
 
 
+@pytest.mark.parametrize("depth", [200, 1000, 100_000])
+def test_a_request_that_is_nested_too_deeply_is_named_as_its_job_would(tmp_path, depth):
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"custom_id": "a", "body": {"x": ' + "[" * depth + "]" * depth + "}}")
+    (error,) = check_input(path, "/v1/completions", ["m"], 9).errors
+    assert (error.code, error.line) == ("invalid_json_line", 1)
+    assert error.message == "the line is nested more than 128 levels deep"
+
+
 def test_a_line_without_an_end_is_not_read_whole(tmp_path):
     path = tmp_path / "requests.jsonl"
     with path.open("wb") as file:

@@ -1,6 +1,7 @@
 """Configurations of adapters: those of public fine-tunes, of PEFT itself, and damaged ones."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ def test_other_kinds_are_refused_by_name(config: PeftConfig, match: str, tmp_pat
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is .*expected an object"),
         ({"target_parameters": "experts"}, "target_parameters is 'experts', not names"),
         ({"rank_pattern": {"(a+)+b": 2}}, r"module pattern '\(a\+\)\+b' is not understood"),
+        ({"rank_pattern": {f"{one}.*.*.*x": 2 for one in "abc"}}, "match a name in more than"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(1025)), 1)}, "rank_pattern has 1,025 ent"),
+        ({"alpha_pattern": dict.fromkeys(map(str, range(1025)), 1)}, "alpha_pattern has 1,025 e"),
+        ({"target_parameters": ["a"] * 1025}, "target_parameters has 1,025 entries"),
         ({"some_new_field": 3}, "some_new_field = 3 is not supported"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
@@ -100,6 +105,20 @@ def test_other_kinds_are_refused_by_name(config: PeftConfig, match: str, tmp_pat
 def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=match):
         of(**fields)
+
+
+def test_many_patterns_are_compiled_once_and_not_for_each_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More of them than the cache of re holds; the first that matches counts."""
+    patterns = {f"layers.{number}.q_proj": number + 1 for number in range(1000)}
+    config = of(rank_pattern=patterns | {r"layers\.1\.(q|k)_proj": 7}, alpha_pattern=patterns)
+    monkeypatch.setattr(re, "compile", None)
+    monkeypatch.setattr(re, "match", None)
+    ranks = [config.rank_of(f"model.layers.{number}.q_proj") for number in range(1000)]
+    assert ranks == [*range(1, 1001)]
+    assert config.rank_of("model.layers.1.k_proj") == 7
+    assert config.scale_of("model.layers.9.q_proj") == 1
 
 
 def adapter(directory: Path, **fields: Any) -> Path:
