@@ -22,7 +22,7 @@ def find_shadow(directories: Iterable[Path]) -> str | None:
     """
     for directory in directories:
         for name, path in sorted(_modules(directory)):
-            if path != OWN and _is_needed(name) and _is_elsewhere(name, directory):
+            if not _is_ours(path) and _is_needed(name) and _is_elsewhere(name, directory):
                 return (
                     f"{path} hides the package {name!r}: Python, and the workers of Ray, look for "
                     "packages in this directory first. Rename it, or run in another directory"
@@ -45,6 +45,11 @@ def _modules(directory: Path) -> Iterator[tuple[str, Path]]:
             not rest and any((path / f"__init__{suffix}").exists() for suffix in _SUFFIXES)
         ):
             yield name, path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is raymoe itself: the package that runs, or a checkout of it."""
+    return path == OWN or (path.name == OWN.name and (path / "_version.py").is_file())
 
 
 def _is_needed(name: str) -> bool:

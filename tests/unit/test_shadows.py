@@ -47,6 +47,16 @@ def test_other_files_hide_nothing(path: str, tmp_path: Path) -> None:
     assert shadows.find_shadow([shadows.OWN.parent]) is None, "the checkout itself"
 
 
+def test_a_checkout_hides_no_installed_raymoe(tmp_path: Path) -> None:
+    for name in ("__init__.py", "_version.py"):
+        path = tmp_path / "raymoe" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert shadows.find_shadow([tmp_path]) is None
+    path.unlink()
+    assert shadows.find_shadow([tmp_path]) is not None
+
+
 def test_processes_of_ours_do_not_look_in_the_working_directory() -> None:
     """Each is started with -P."""
     for path in shadows.OWN.rglob("*.py"):
