@@ -24,7 +24,7 @@ def malformed_outputs() -> list[Any]:
         ({"json": {"type": "object", "properties": {"a": {"type": "colour"}}}}, "colour"),
         ({"json": {"type": "array", "uniqueItems": True}}, "'uniqueItems' at #"),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
-        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(a"}, "close the group"),
         ({"grammar": "root ::= absent"}, '"absent" is not defined'),
         ({"grammar": "root ::= root"}, "no next token"),
         ({"choice": ["x" * (1 << 19)]}, "524288 characters"),

@@ -175,9 +175,11 @@ def hostile_texts(pattern: re.Pattern[str], *, is_whole: bool) -> Iterator[str]:
         yield both * (NUM_CHARACTERS // len(both)) + "\0"
 
 
-def use(pattern: re.Pattern[str], method: str, text: str) -> None:
+def use(pattern: re.Pattern, method: str, text: str) -> None:
+    if isinstance(pattern.pattern, bytes):
+        text = text.encode("latin-1", "replace")
     if method in SCANNING:
-        pattern.sub("", text)
+        pattern.sub(text[:0], text)
     elif method == "fullmatch":
         pattern.fullmatch(text)
     else:

@@ -15,6 +15,14 @@ LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0.0}
 SHORT = {"max_tokens": 4, "temperature": 0.0}
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Signals end calls even where the shell of the tests ignores them, as it does in `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def engine(tmp_path):
     config = EngineConfig(

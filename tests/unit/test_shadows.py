@@ -44,7 +44,6 @@ def test_other_files_hide_nothing(path: str, tmp_path: Path) -> None:
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).touch()
     assert shadows.find_shadow([tmp_path, tmp_path / "absent"]) is None
-    assert shadows.find_shadow([shadows.OWN.parent]) is None, "the checkout itself"
 
 
 def test_a_checkout_hides_no_installed_raymoe(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class LateMasks:
         self._is_late, self._rows, self._pending = is_late, set(), set()
         self.num_waits = 0
 
-    def begin(self, slot, outputs, tokens):
+    def begin(self, slot, outputs, tokens, reasoning_token):
         self._rows.add(slot)
         self._pending.add(slot)
 
