@@ -170,13 +170,13 @@ def _target(reference: str, root: Any) -> Any:
     return root
 
 
-def _parameter(name: str, parameters: Mapping[str, Any]) -> Any:
-    """Return the schema of a parameter of a function; None where there is none."""
-    schema: Any = parameters
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of the parameters of a function, by name."""
+    schema: Any = function
     if isinstance(schema.get("$ref"), str) and "properties" not in schema:
-        schema = _target(schema["$ref"], parameters)
+        schema = _target(schema["$ref"], function)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties.get(name) if isinstance(properties, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 _SPACES = re.compile(r"\s*")
@@ -212,6 +212,13 @@ class _Reader:
         text, self._place = self._text[self._place : end], end + len(mark)
         return text
 
+    def until_any(self, marks: re.Pattern[str]) -> str:
+        """Return what comes before the first of the marks, one of which is the end."""
+        found = marks.search(self._text, self._place)
+        assert found is not None
+        begin, self._place = self._place, found.start()
+        return self._text[begin : self._place]
+
     def rest(self) -> str:
         return self._text[self._place :]
 
@@ -244,15 +251,29 @@ def _tagged(function: Tag, parameter: Tag, after_name: str, *, has_lines: bool) 
         name = _tag_name(reader, function, after_name)
         body, values = _Reader(reader.until(function[1])), {}
         root = types.get(name, {})
+        edge = _edge_of_value(parameter, after_name, root)
         while not body.at_end():
             key = _tag_name(body, parameter, after_name)
-            value = body.until(parameter[1])
+            value = body.until_any(edge)
+            has_end = body.take(parameter[1])
             if has_lines:
-                value = value.removeprefix("\n").removesuffix("\n")
-            values[key] = _value(value, _parameter(key, root), root)
+                value = value.removeprefix("\n")
+            if has_lines or not has_end:
+                value = value.removesuffix("\n")
+            values[key] = _value(value, _parameters(root).get(key), root)
         return _call(name, values)
 
     return _read_calls(read_one)
+
+
+def _edge_of_value(tag: Tag, after: str, function: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return what follows a value: its end tag, or without it the next parameter or the end.
+
+    Only the name of a parameter makes a tag: others are text that looks like one.
+    """
+    names = "|".join(map(re.escape, _parameters(function)))
+    begin = f"|{re.escape(tag[0])}(?:{names}){re.escape(after)}" if names else ""
+    return re.compile(f"{re.escape(tag[1])}{begin}|\\Z")
 
 
 def _tag_name(reader: _Reader, tag: Tag, after: str) -> str:
@@ -277,7 +298,7 @@ def _read_glm(text: str, types: Types) -> list[ToolCall]:
         if reader.at_end():
             raise _MalformedError
         reader.expect("<arg_value>")
-        values[key] = _value(reader.until("</arg_value>"), _parameter(key, root), root)
+        values[key] = _value(reader.until("</arg_value>"), _parameters(root).get(key), root)
     return [_call(name, values)]
 
 

@@ -221,7 +221,7 @@ MALFORMED = {
     "mistral": '[TOOL_CALLS][{"name": 5, "arguments": {}}]',
     "minimax_m2": '<minimax:tool_call><invoke name="f">text</invoke></minimax:tool_call>',
     "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>",
-    "qwen3_coder": "<tool_call><function=f><parameter=a>1</function></tool_call>",
+    "qwen3_coder": "<tool_call><function=f><parameter=>1</parameter></function></tool_call>",
 }
 
 
@@ -523,6 +523,17 @@ def assert_quick(work: Callable[[str], object], texts: Iterable[str]) -> None:
         begin = time.process_time()
         work(one)
         assert time.process_time() - begin < 0.5, one[:200]
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minimax_m2"])
+def test_end_tags_of_parameters_may_be_left_out(parser):
+    """What looks like a tag without the name of a parameter is text."""
+    values = {"free": "a <parameter=x> b", "tags": [1], "count": 2}
+    written = WRITE[parser]([("f", values)])
+    tools = [{"function": {"name": "f", "parameters": PARAMETERS}}]
+    for text in (written, re.sub("</parameter>\n?", "", written)):
+        kept, (call,) = split_tool_calls(parser, text, tools)
+        assert (kept, json.loads(call.arguments)) == ("", values)
 
 
 @pytest.mark.parametrize("parser", FORMS)
