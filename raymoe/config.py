@@ -18,6 +18,7 @@ from raymoe.specs.adapter_config import base_and_adapter
 from raymoe.specs.files import MAX_TOKEN_ID, expanded
 from raymoe.structured import StructuredOutputs
 from raymoe.units import MAX_INT64
+from raymoe.vllm_names import engine_options, sampling_options
 
 if TYPE_CHECKING:
     from raymoe.plan.policy import Choice, Policy
@@ -33,6 +34,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 4096
+MAX_BAD_WORDS = 1024
 MAX_RANKS = 64
 GREEDY_BELOW_TEMPERATURE = 1e-5  # vLLM's threshold: dividing by less overflows float32
 
@@ -60,8 +62,14 @@ def check_kv_dtype(kv_dtype: str, device: str) -> None:
         )
 
 
-def refuses_unknown(where: str) -> Callable[[type[Options]], type[Options]]:
-    """Give a dataclass's constructor our error for an unknown name in place of a TypeError."""
+def refuses_unknown(
+    where: str, translate: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> Callable[[type[Options]], type[Options]]:
+    """Give a dataclass's constructor our error for an unknown name in place of a TypeError.
+
+    Args:
+        translate: Called before, to take names of others.
+    """
 
     def decorate(cls: type[Options]) -> type[Options]:
         fill: Any = cls.__init__
@@ -69,6 +77,7 @@ def refuses_unknown(where: str) -> Callable[[type[Options]], type[Options]]:
 
         @functools.wraps(fill)
         def checked(self: Options, **options: Any) -> None:
+            options = translate(options)
             check_names(options, known, where)
             fill(self, **options)
 
@@ -85,7 +94,7 @@ def check_names(options: Iterable[object], known: Collection[str], where: str) -
             raise UnknownOptionError(str(name)[:80], known, where)
 
 
-@refuses_unknown("sampling parameter")
+@refuses_unknown("sampling parameter", sampling_options)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one row are chosen; names and defaults are vLLM's.
@@ -117,6 +126,12 @@ class SamplingParams:
         structured_outputs: Constraint on the text: a `StructuredOutputs`, a mapping with one of
             json, regex, choice, grammar and json_object, or the JSON text of one. The text ends
             when the constraint is complete, or unfinished at `max_tokens`.
+        bad_words: Words that are not generated, with or without a space before them: the last token
+            of one is masked where the tokens before it were generated.
+        allowed_token_ids: All other tokens are masked, EOS too unless it is listed.
+        include_stop_str_in_output: Whether the text ends after the stop string, or with that of the
+            stop token, which is empty for special tokens that are skipped.
+        skip_special_tokens: Whether texts leave out special tokens.
     """
 
     max_tokens: int = 16
@@ -138,6 +153,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | str | None = None
+    bad_words: Iterable[str] | None = None
+    allowed_token_ids: Iterable[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -149,12 +168,15 @@ class SamplingParams:
                 put(name, _integer(name, value, low, high))
         for name, (minimum, maximum) in _NUMBER_RANGES.items():
             put(name, _number(name, getattr(self, name), minimum, maximum))
-        _flag("ignore_eos", self.ignore_eos)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
         put("top_k", max(self.top_k, 0))
         put("seed", None if self.seed == -1 else self.seed)
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         put("logit_bias", _logit_bias(self.logit_bias))
+        put("bad_words", _bad_words(self.bad_words))
+        put("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
         if self.structured_outputs is not None:
             put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check()
@@ -193,7 +215,7 @@ class SamplingParams:
         Raises:
             ConfigError: Which parameter has which token.
         """
-        for name in ("logit_bias", "stop_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise ConfigError(
@@ -233,7 +255,7 @@ _NUMBER_RANGES = {
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
-@refuses_unknown("engine option")
+@refuses_unknown("engine option", lambda options: engine_options(options, ENGINE_NAMES))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine runs; None chooses automatically.
@@ -373,11 +395,12 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """A configuration from a mapping; unknown keys are errors, None means "not given"."""
+        options = engine_options(options, ENGINE_NAMES)
         check_names(options, ENGINE_NAMES, "engine option")
         return cls(**{name: value for name, value in options.items() if value is not None})
 
 
-ENGINE_NAMES = frozenset(field.name for field in dataclasses.fields(EngineConfig))
+ENGINE_NAMES: frozenset[str] = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,6 +447,7 @@ def _whole(variables: Mapping[str, str], name: str, high: int) -> int | None:
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"sampling_params is a {type(options).__name__}, not a mapping")
+    options = sampling_options(options)
     check_names(options, SAMPLING_NAMES, "sampling parameter")
     return {name: value for name, value in options.items() if value is not None}
 
@@ -517,6 +541,26 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
         return ()
     entries = _listed("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
     return tuple(_integer("stop_token_ids entry", entry, 0, MAX_TOKEN_ID) for entry in entries)
+
+
+def _bad_words(value: object) -> tuple[str, ...] | None:
+    entries = () if value is None else _listed("bad_words", value, MAX_BAD_WORDS)
+    for entry in entries:
+        if not isinstance(entry, str) or not 1 <= len(entry) <= MAX_STOP_CHARACTERS:
+            raise ConfigError(
+                f"bad_words contains {_shown(entry)}; it takes texts of 1 to {MAX_STOP_CHARACTERS} "
+                "characters"
+            )
+    return tuple(entries) or None
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    entries = _listed("allowed_token_ids", value, MAX_TOKEN_ID)
+    if not entries:
+        raise ConfigError("allowed_token_ids is empty; leave it out, or list a token")
+    return tuple(_integer("allowed_token_ids entry", entry, 0, MAX_TOKEN_ID) for entry in entries)
 
 
 def _logit_bias(value: object) -> dict[int, float] | None:

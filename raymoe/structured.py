@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.safe_text import nesting_problem
+from raymoe.vllm_names import structure_options
 
 MAX_CHARACTERS = 1 << 18
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -44,6 +45,7 @@ class StructuredOutputs:
             value = _parsed("structured_outputs", value)
         if not isinstance(value, Mapping):
             raise ConfigError(f"structured_outputs is a {type(value).__name__}, not a mapping")
+        value = structure_options(value)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in known:

@@ -36,7 +36,7 @@ _NO_FILTER = "it is not implemented; top_k, top_p and min_p choose among tokens"
 _NO_PENALTY = "it is not implemented; there are repetition_, presence_ and frequency_penalty"
 _ONLY_BIAS = "it is not implemented; logit_bias of -100 excludes single tokens"
 _NO_CODE = "no code of yours runs between logits and tokens; leave it out"
-_TEXT = "texts are always without special tokens; token_ids has them; leave it out"
+_TEXT = "it has no meaning for the tokenizers of the library tokenizers; leave it out"
 WITHOUT_COUNTERPART = {
     "do_sample": "temperature=0 is greedy, any other temperature samples",
     "best_of": "it is not implemented; n gives several samples",
@@ -46,16 +46,13 @@ WITHOUT_COUNTERPART = {
     "mirostat": _NO_FILTER, "epsilon_cutoff": _NO_FILTER, "eta_cutoff": _NO_FILTER,
     "xtc_probability": _NO_FILTER, "encoder_repetition_penalty": _NO_PENALTY,
     "dry_multiplier": _NO_PENALTY, "repetition_detection": _NO_PENALTY,
-    "bad_words": _ONLY_BIAS, "bad_words_ids": _ONLY_BIAS, "suppress_tokens": _ONLY_BIAS,
+    "suppress_tokens": _ONLY_BIAS,
     "begin_suppress_tokens": _ONLY_BIAS, "sequence_bias": _ONLY_BIAS,
-    "allowed_token_ids": "it is not implemented; structured_outputs with choice or regex says "
-    "which texts are allowed",
     "logits_processor": _NO_CODE, "logits_processors": _NO_CODE, "stopping_criteria": _NO_CODE,
-    "skip_special_tokens": _TEXT, "spaces_between_special_tokens": _TEXT,
-    "include_stop_str_in_output": "the text ends before a stop string; leave it out, and append it "
-    "where finish_reason is 'stop'",
+    "spaces_between_special_tokens": _TEXT,
     "limit": "the first rows are ds.limit(n) of the dataset",
     "truncate_prompt_tokens": "it is an option of the engine: on_too_long and max_model_len",
+    "bad_words_ids": "bad_words takes the words themselves",
     "min_length": "min_tokens counts generated tokens, without the prompt",
     "lora_request": "an adapter is an option of the engine: EngineConfig(adapter=DIR)",
     "prompt_token_ids": "lists of token ids are prompts; give them in place of texts",

@@ -1,6 +1,8 @@
 """`generate`: a job in one call. `build_processor`: pipelines written for ray.data.llm."""
 
+import asyncio
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -24,8 +26,9 @@ from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
-from raymoe.specs.files import expanded
+from raymoe.specs.files import expanded, local_model, read_config
 from raymoe.specs.workload import TASKS
+from raymoe.vllm_names import NAMES, engine_options, only
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -143,8 +146,8 @@ class MoEEngineProcessorConfig:
     Attributes:
         model_source: A local model directory, or a name on the Hugging Face hub.
         batch_size: Rows of one call of the operator.
-        concurrency: Actors, or the fewest and the most; None runs as many as the cluster has room
-            for.
+        concurrency: The most actors, or the fewest and the most, as Ray means it; None runs as many
+            as the cluster has room for.
         engine_kwargs: Fields of `EngineConfig`, or arguments of vLLM's engine that mean the same.
         should_continue_on_error: Failed rows are kept, with a reason in ``__inference_error__``.
         chat_template_stage: Whether rows have ``messages``; else they have a ``prompt``.
@@ -173,6 +176,19 @@ class MoEEngineProcessorConfig:
     placement_group_config: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a processor, with the names of Ray's.
+
+    Attributes:
+        fn: The class of its actors.
+        map_batches_kwargs: Options that `generate` gets for it.
+    """
+
+    fn: type
+    map_batches_kwargs: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
     """A pipeline from one dataset to another: preprocess, generate, postprocess."""
@@ -180,8 +196,8 @@ class Processor:
     model_source: str
     operator_kwargs: Mapping[str, Any]
     output_names: frozenset[str]
-    preprocess: MapRow
-    postprocess: MapRow
+    preprocess: Callable[..., Any]
+    postprocess: Callable[..., Any]
     preprocess_map_kwargs: Mapping[str, Any]
     postprocess_map_kwargs: Mapping[str, Any]
     should_continue_on_error: bool
@@ -190,10 +206,27 @@ class Processor:
 
     def __call__(self, dataset: "Dataset") -> "Dataset":
         """Return the lazy dataset of postprocessed rows."""
-        dataset = dataset.map(self._before, **self.preprocess_map_kwargs)
+        before = _around(self.preprocess, self._before)
+        dataset = dataset.map(before, **self.preprocess_map_kwargs)
         options = self.operator_kwargs
         dataset = _generated(dataset, self.model_source, options, **self.remote_kwargs)
-        return dataset.map(self._after, **self.postprocess_map_kwargs)
+        after = _around(self.postprocess, self._after)
+        return dataset.map(after, **self.postprocess_map_kwargs)
+
+    def list_stage_names(self) -> list[str]:
+        """Return the name of the one stage, whose actors template, tokenise, compute and decode."""
+        return [MoEGenerator.__name__]
+
+    def get_stage_by_name(self, name: str) -> Stage:
+        """Return the stage.
+
+        Raises:
+            ValueError: It has another name.
+        """
+        (own,) = self.list_stage_names()
+        if name != own:
+            raise ValueError(f"Stage {name} not found; the one stage is {own}")
+        return Stage(MoEGenerator, self.operator_kwargs)
 
     def log_input_column_names(self) -> None:
         """Log which columns `preprocess` has to return."""
@@ -204,16 +237,13 @@ class Processor:
             name, kind, SAMPLING_COLUMN,
         )  # fmt: skip
 
-    def _before(self, row: Row) -> Row:
-        row = {**row, **self.preprocess(row)}
-        params = row.get(SAMPLING_COLUMN)
-        if isinstance(params, Mapping):  # the text is always made
-            row[SAMPLING_COLUMN] = {k: v for k, v in params.items() if k != "detokenize"}
+    def _before(self, preprocess: MapRow, row: Row) -> Row:
+        row = {**row, **preprocess(row)}
         if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN and "prompt" in row:
             row.setdefault(TOKENS_COLUMN, row["prompt"])
         return {name: cell for name, cell in row.items() if name not in self.output_names}
 
-    def _after(self, row: Row) -> Row:
+    def _after(self, postprocess: MapRow, row: Row) -> Row:
         prefix = self.operator_kwargs.get("column_prefix", "")
         error = prefix + ERROR_COLUMN
         if row[error]:
@@ -221,52 +251,61 @@ class Processor:
         if f"{prefix}embedding" in row:
             row[f"{prefix}embeddings"] = row[f"{prefix}embedding"]  # Ray's name
         if not self.should_continue_on_error:
-            return self.postprocess(row)
+            return postprocess(row)
         try:
             with in_step("postprocessing the row"):
-                return {**self.postprocess(dict(row)), error: ""}
+                return {**postprocess(dict(row)), error: ""}
         except Exception as problem:
             return row | {error: describe(problem)}
 
 
+def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
+    """Return what `Dataset.map` takes for a user's function, class or coroutine.
+
+    Args:
+        use: Called with the function of a row, which has no awaiting in it, and the row.
+    """
+    if isinstance(function, type):
+
+        class Around:
+            """An object of the user's class in each worker."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self._function = _plain(function(*args, **kwargs))
+
+            def __call__(self, row: Row) -> Row:
+                return use(self._function, row)
+
+        Around.__name__ = function.__name__  # in Ray's progress
+        return Around
+    return functools.partial(use, _plain(function))
+
+
+def _plain(function: Callable[[Row], Any]) -> MapRow:
+    """Return the function that waits for what a coroutine returns."""
+    call = function if inspect.isroutine(function) else type(function).__call__
+    if not inspect.iscoroutinefunction(call):
+        return function
+    return functools.partial(_run, function)
+
+
+def _run(function: Callable[[Row], Any], row: Row) -> Row:
+    return asyncio.run(function(row))
+
+
 TOKENS_COLUMN = "tokenized_prompt"
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
-_STAGE_FIELDS = ("enabled", "model_source", "chat_template_kwargs")
-_STAGE_ADVICE = {
-    "chat_template": "put it into the file chat_template.jinja of the model's directory",
-    "batch_size": "give batch_size to the processor's configuration",
-    "concurrency": "give concurrency to the processor's configuration",
-    "num_cpus": "give num_cpus in builder_kwargs",
-    "memory": "give memory in builder_kwargs",
-    "runtime_env": "give runtime_env to the processor's configuration",
-}
+_STAGE_FIELDS = ("enabled", "chat_template_kwargs")
+# Sizes of Ray's own processes for a stage, which raymoe does not have.
+_STAGE_SIZES = frozenset(("batch_size", "concurrency", "num_cpus", "memory", "runtime_env"))
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
-# Arguments of vLLM's engine. These values say what raymoe does anyway:
-_ALREADY_SO: dict[str, tuple[Any, ...]] = {
-    "task": ("generate", "auto"), "runner": ("generate", "auto"),
-    "enable_prefix_caching": (True, None), "enable_chunked_prefill": (True, None),
-    "trust_remote_code": (False,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,), "enable_lora": (False, None), "quantization": (None,),
-    "tokenizer": (None,), "tokenizer_mode": ("auto", "hf"), "speculative_config": (None,),
-    "kv_cache_dtype": ("auto",), "enforce_eager": (True, False, None),
-    "mamba_ssm_cache_dtype": ("auto",),
-    "disable_log_stats": (True, False), "revision": (None,), "download_dir": (None,),
-    "load_format": ("safetensors",), "config_format": ("auto", "hf"),
-    "distributed_executor_backend": ("uni", "mp", "ray", None), "skip_tokenizer_init": (False,),
-}  # fmt: skip
-# These tune vLLM's scheduler and memory; the planner chooses their counterparts.
-_PLANNED = frozenset(
-    ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "block_size", "swap_space",
-     "cpu_offload_gb", "kv_offloading_size", "max_parallel_loading_workers", "async_scheduling",
-     "num_gpu_blocks_override", "compilation_config")
-)  # fmt: skip
 
 
 def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     config: Any,
-    preprocess: MapRow | None = None,
-    postprocess: MapRow | None = None,
+    preprocess: Callable[..., Any] | None = None,
+    postprocess: Callable[..., Any] | None = None,
     preprocess_map_kwargs: Mapping[str, Any] | None = None,
     postprocess_map_kwargs: Mapping[str, Any] | None = None,
     builder_kwargs: Mapping[str, Any] | None = None,
@@ -276,10 +315,11 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     Args:
         config: A `MoEEngineProcessorConfig`, or Ray's ``vLLMEngineProcessorConfig`` as it is.
         preprocess: Called with each row; what it returns is added to the row, which then has
-            ``messages`` (or ``prompt``) and usually ``sampling_params``.
+            ``messages`` (or ``prompt``) and usually ``sampling_params``. It is a function, a
+            coroutine, or a class whose objects are called: each worker makes one.
         postprocess: Called with each row and its ``generated_text``; returns the row to keep. Error
             rows (with `should_continue_on_error`) are kept as they are.
-        preprocess_map_kwargs: For `Dataset.map`, as ``num_cpus``.
+        preprocess_map_kwargs: For `Dataset.map`, as ``num_cpus`` or ``fn_constructor_kwargs``.
         postprocess_map_kwargs: The same.
         builder_kwargs: ``chat_template_kwargs``, and further options of `map_batches_kwargs`.
 
@@ -338,15 +378,9 @@ def _fields_of(config: Any) -> Row:
     if "concurrency" not in getattr(config, "model_fields_set", _FIELDS):
         given["concurrency"] = None  # Ray's default of one actor is nobody's choice
     given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
-    for name, why in {
-        "dynamic_lora_loading_path": "a job has one adapter: give adapter in engine_kwargs",
-        "placement_group_config": "an actor is on one node: give concurrency and engine_kwargs",
-    }.items():
-        if given[name] is not None:
-            raise ConfigError(f"{name} has no meaning for raymoe, as {why}")
-    if not given["log_engine_metrics"]:
-        raise ConfigError("log_engine_metrics=False has no meaning for raymoe: it exports metrics "
-                          "where Ray does (pip install 'raymoe[metrics]')")  # fmt: skip
+    if given["dynamic_lora_loading_path"] is not None:
+        raise ConfigError("dynamic_lora_loading_path has no meaning for raymoe, as a job has one "
+                          "adapter: give adapter in engine_kwargs")  # fmt: skip
     if given["max_tasks_in_flight_per_actor"] is not None:
         logger.warning("max_tasks_in_flight_per_actor is left to raymoe's planner")
     if _stage(given, "prepare_multimodal_stage")["enabled"]:
@@ -365,12 +399,16 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; it takes True, False or a mapping")
     stage = {"enabled": True} | {key: one for key, one in value.items() if one is not None}
-    for key, one in stage.items():
+    sizes = [f"{key}={one!r:.60}" for key, one in stage.items() if key in _STAGE_SIZES]
+    if sizes:
+        logger.warning("%s has %s, without effect: the engine's actors do this work",
+                       name, ", ".join(sizes))  # fmt: skip
+    for key, one in stage.items() if stage["enabled"] else ():
         same_model = key == "model_source" and one == given["model_source"]
-        if key not in _STAGE_FIELDS or (key == "model_source" and not same_model):
-            if not stage["enabled"]:
-                continue
-            advice = _STAGE_ADVICE.get(key, f"leave {key} out")
+        if key not in (*_STAGE_FIELDS, *_STAGE_SIZES) and not same_model:
+            advice = f"leave {key} out"
+            if key == "chat_template":
+                advice = "put it into the file chat_template.jinja of the model's directory"
             raise ConfigError(
                 f"{name} has {key}={one!r:.60}, which has no meaning for raymoe: the actors of the "
                 f"engine do this work, with the model's own files; {advice}"
@@ -384,11 +422,22 @@ def _pool_sizes(given: Mapping[str, Any]) -> Row:
     default: Any = _FIELDS["max_concurrent_batches"].default
     if given["max_concurrent_batches"] != default:
         options["rows_in_flight"] = given["max_concurrent_batches"] * given["batch_size"]
-    return options
+    return options | _resources(given)
+
+
+def _resources(given: Mapping[str, Any]) -> Row:
+    """Return what a placement group has for an actor: a bundle for each of its GPUs."""
+    group = given["placement_group_config"]
+    if not group:
+        return {}
+    num_ranks = given["engine_kwargs"].get("tensor_parallel_size", 1)
+    bundles = group.get("bundles") or [group.get("bundle_per_worker") or {}] * num_ranks
+    cpus, gpus = (sum(one.get(name) or 0 for one in bundles[:num_ranks]) for name in ("CPU", "GPU"))
+    return {"num_gpus": gpus, **({"num_cpus": cpus} if cpus else {})}
 
 
 def _actors_of(concurrency: Any) -> Row:
-    sizes = (concurrency, concurrency) if isinstance(concurrency, int) else tuple(concurrency)
+    sizes = (1, concurrency) if isinstance(concurrency, int) else tuple(concurrency)
     if len(sizes) != 2 or not all(type(n) is int and n >= 1 for n in sizes) or sizes[0] > sizes[1]:
         raise ConfigError(f"concurrency is {concurrency!r}; it takes n, or (fewest, most) from 1")
     min_actors, max_actors = sizes
@@ -400,20 +449,46 @@ def _actors_of(concurrency: Any) -> Row:
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     """Translate arguments of vLLM's engine; those of `EngineConfig` stay."""
     ours: Row = {}
-    for name, value in given["engine_kwargs"].items():
-        if name == "task_type" or (name in _ALREADY_SO and value in _ALREADY_SO[name]):
-            continue
-        name = _RENAMED.get(name, name)  # noqa: PLW2901 - the value stays
-        if name in _PLANNED:
-            logger.warning("engine_kwargs: %s=%r is left to raymoe's planner", name, value)
-        elif name in ENGINE_NAMES:
+    options = {key: one for key, one in given["engine_kwargs"].items() if key != "task_type"}
+    _take_model_names(options, given["model_source"])
+    for key, value in engine_options(options, ENGINE_NAMES).items():
+        name = _RENAMED.get(key, key)
+        if name in ENGINE_NAMES:
             ours[name] = _DTYPE_ALIASES.get(value, value) if name.endswith("dtype") else value
-        elif name in _ALREADY_SO:
-            only = " or ".join(map(repr, _ALREADY_SO[name]))
-            raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {only}")
+        elif values := only(name):
+            allowed = " or ".join(map(repr, values))
+            raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {allowed}")
         else:
-            known = ENGINE_NAMES | _PLANNED | _ALREADY_SO.keys()
-            raise UnknownOptionError(name, known, "key of engine_kwargs")
+            raise UnknownOptionError(name, ENGINE_NAMES | NAMES, "key of engine_kwargs")
     if given["max_pending_requests"] is not None:
         ours.setdefault("max_queued_rows", given["max_pending_requests"])
     return as_engine_config(ours)
+
+
+def _take_model_names(options: dict[str, Any], model: str | Path) -> None:
+    """Take arguments that say of the model what its own files say."""
+    if str(options.get("tokenizer", model)) == str(model):
+        options.pop("tokenizer", None)
+    if "tokenizer" in options:
+        found = options["tokenizer"]
+        raise ConfigError(f"engine_kwargs has tokenizer={found!r}; raymoe takes that of the model: "
+                          "put its files into the model's directory")  # fmt: skip
+    asked, directory = options.pop("quantization", None), local_model(model)
+    if asked is None:
+        return
+    if directory is None:
+        logger.warning("quantization=%r is left to the model, whose files say it", asked)
+        return
+    config = read_config(directory).get("quantization_config")
+    method = str(config.get("quant_method")) if isinstance(config, Mapping) else None
+    if method is None or _method(str(asked)) != _method(method):
+        raise ConfigError(
+            f"engine_kwargs has quantization={asked!r}, but the model is "
+            f"{'not quantised' if method is None else 'quantised as ' + repr(method)}; leave it "
+            "out, or give a model that is stored so"
+        )
+
+
+def _method(name: str) -> str:
+    """Return the name of a format without that of vLLM's kernels for it."""
+    return name.partition("_marlin")[0].partition("_fp")[0].replace("compressed_", "compressed-")

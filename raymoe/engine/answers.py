@@ -74,7 +74,7 @@ def _text_with_marks(
     is_open: bool | None,
 ) -> str | Exception:
     """Decode with the special tokens that mark parts, cut as the engine cuts texts."""
-    has_ended = sample.finish_reason == "stop"
+    has_ended = sample.finish_reason == "stop" and not params.include_stop_str_in_output
     tokens = sample.token_ids
     whole, cut, first = decode(
         [tokens, tokens[: -1 if has_ended else None], tokens[: params.min_tokens]]
@@ -86,7 +86,13 @@ def _text_with_marks(
         begin = find_answer(parser, whole, is_open=is_open, stop=params.stop_strings)
     if begin is None:
         return cut
-    place = find_stop(whole, params.stop_strings, len(first.rstrip(UNFINISHED)), begin)
+    place = find_stop(
+        whole,
+        params.stop_strings,
+        len(first.rstrip(UNFINISHED)),
+        begin,
+        is_included=params.include_stop_str_in_output,
+    )
     return cut if place is None else whole[:place]
 
 

@@ -342,7 +342,11 @@ class EngineCore:
             sample.reasoning = ReasoningState(sample.request.reasoning)
         self._sampler.admit(sample)
         if params.stop_strings and sample.stop_strings is None:
-            sample.stop_strings = StopStrings(params.stop_strings, params.min_tokens)
+            sample.stop_strings = StopStrings(
+                params.stop_strings,
+                params.min_tokens,
+                is_included=params.include_stop_str_in_output,
+            )
         if params.logprobs is not None and sample.logprobs is None:
             sample.logprobs = []
         leads_others = sample.index == 0 and params.n > 1
@@ -598,7 +602,13 @@ class EngineCore:
         def find(slot: int, before: str, text: str) -> None:
             found[slot] = finders[slot].find(before, text, is_open.get(slot, False))
 
-        self._read_text(finders, self._decode_all, find)
+        for decode_all, has_special in ((self._decode_all, False), (self._decode_marked, True)):
+            some = {
+                slot: finder
+                for slot, finder in finders.items()
+                if samples[slot].request.params.skip_special_tokens is not has_special
+            }
+            self._read_text(some, decode_all, find)
         return found
 
     def _read_text(
@@ -627,7 +637,8 @@ class EngineCore:
         self, sample: Sample, text: str | None, *, is_stop: bool, is_full: bool
     ) -> Generation | None:
         if is_stop or text is not None:
-            return self._generation(sample, "stop", text=text, num_hidden=int(is_stop))
+            is_hidden = is_stop and not sample.request.params.include_stop_str_in_output
+            return self._generation(sample, "stop", text=text, num_hidden=int(is_hidden))
         return self._generation(sample, "length") if is_full else None
 
     def _generation(

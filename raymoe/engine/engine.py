@@ -47,7 +47,7 @@ from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.sequence import DecodeAll, decode_each
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head, check_labels
-from raymoe.engine.tokenizer import Prompt
+from raymoe.engine.tokenizer import Prompt, Tokenizer
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.output_schema import OutputSchema
 from raymoe.plan.policy import Policy
@@ -68,10 +68,8 @@ class Detokenizer:
         finish: Called from the thread with each row and its answer.
     """
 
-    def __init__(
-        self, decode_all: DecodeAll, finish: Callable[[Request, Generation], None]
-    ) -> None:
-        self._decode_all, self._finish = decode_all, finish
+    def __init__(self, tokenizer: Tokenizer, finish: Callable[[Request, Generation], None]) -> None:
+        self._tokenizer, self._finish = tokenizer, finish
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="raymoe-detokenizer", daemon=True)
         self._thread.start()
@@ -103,9 +101,23 @@ class Detokenizer:
             self._answer([request for request in taken if request is not None])
 
     def _answer(self, requests: Sequence[Request]) -> None:
+        plain = [request for request in requests if request.params.skip_special_tokens]
+        marked = [request for request in requests if not request.params.skip_special_tokens]
+        self._decode(plain, self._tokenizer.decode_all)
+        self._decode(marked, self._tokenizer.decode_marked)
+        for request in requests:
+            try:
+                self._finish(request, _joined(request))
+            except BaseException:  # SystemExit, say: other rows wait for this thread
+                logger.exception(
+                    "a callback that was added to a row's future raised; other rows go on"
+                )
+
+    @staticmethod
+    def _decode(requests: Sequence[Request], decode_all: DecodeAll) -> None:
         wanted = [(request, index) for request in requests for index in request.undecoded]
         sequences = [request.undecoded[index] for request, index in wanted]
-        texts = decode_each(self._decode_all, sequences)
+        texts = decode_each(decode_all, sequences) if sequences else []
         for (request, index), text in zip(wanted, texts, strict=True):
             generation = request.finished[index]
             assert generation is not None
@@ -114,13 +126,6 @@ class Detokenizer:
                 if isinstance(text, Exception)
                 else dataclasses.replace(generation, text=text)
             )
-        for request in requests:
-            try:
-                self._finish(request, _joined(request))
-            except BaseException:  # SystemExit, say: other rows wait for this thread
-                logger.exception(
-                    "a callback that was added to a row's future raised; other rows go on"
-                )
 
 
 def _joined(request: Request) -> Generation:
@@ -245,7 +250,7 @@ class Engine:
         )
         num_slots = parts.policy.max_num_seqs if replanner is None else replanner.num_slots
         self._masks = TokenBitmasks(self._grammar_server, num_slots, parts.vocab_size)
-        self._detokenizer = Detokenizer(parts.tokenizer.decode_all, self._resolve)
+        self._detokenizer = Detokenizer(parts.tokenizer, self._resolve)
         self._core = EngineCore(
             parts.runner,
             parts.policy,
@@ -253,7 +258,7 @@ class Engine:
             vocab_size=parts.vocab_size,
             eos_token_ids=parts.eos_token_ids,
             decode_all=parts.tokenizer.decode_all,
-            decode_marked=functools.partial(parts.tokenizer.decode_all, keeps_special=True),
+            decode_marked=parts.tokenizer.decode_marked,
             finish=self._finish,
             accuracy=self.accuracy,
             masks=self._masks,
@@ -635,7 +640,7 @@ class Engine:
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
         """Decode token ids with their special tokens; a text, or why there is none."""
         self._check_open()
-        return self._parts.tokenizer.decode_all(sequences, keeps_special=True)
+        return self._parts.tokenizer.decode_marked(sequences)
 
     def token_bytes(self, token_ids: Collection[int]) -> dict[int, bytes]:
         """Return the bytes of text that tokens stand for, where they are known."""

@@ -1,6 +1,7 @@
 """Requests: from what a caller gives to tokens, limits, parameters and a key."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import numbers
@@ -25,6 +26,7 @@ from raymoe.engine.tokenizer import (
     Text,
     Tokenizer,
     continued_text,
+    value_or_raise,
 )
 from raymoe.errors import ConfigError
 from raymoe.kernels.paged_kv import BLOCK_TOKENS
@@ -48,6 +50,7 @@ class Request:
         prompt_end: The last characters of a rendered chat; "" for other prompts.
         reasoning: How its text begins, where the constraint or stop strings wait for an answer.
         reasoning_token: What begins reasoning, if it is one token.
+        bad_words: Tokens of words that are not generated.
         undecoded: Token ids whose text is still missing in `finished`, by index.
     """
 
@@ -63,6 +66,7 @@ class Request:
     prompt_end: str = ""
     reasoning: ReasoningStart | None = None
     reasoning_token: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     prefix_keys: tuple[bytes, ...] | None = None
     samples: list["Sample"] = field(default_factory=list)
     finished: list[Generation | None] = field(default_factory=list)
@@ -168,6 +172,7 @@ def num_shared_tokens(prompts: Iterable[Int32s]) -> int:
 DEFAULT_PARAMS = SamplingParams()
 PROMPT_END_CHARACTERS = 32  # enough for a marker of reasoning
 MIN_SPECIAL_CHARACTERS = 3  # shorter ones may be ordinary parts of stop strings
+MAX_WORD_LISTS = 1024  # whose tokens are kept
 MAX_ROW_LOGPROBS = 1 << 20  # 128 MiB of entries
 
 
@@ -206,6 +211,7 @@ class InputProcessor:
         self._on_too_long, self._seed = config.on_too_long, config.seed
         self.reasoning_parser = find_reasoning_parser(read_chat_template(tokenizer.directory))
         self._reasoning_tokens: dict[str, int | None] = {}
+        self._encode_words = functools.lru_cache(MAX_WORD_LISTS)(self._encode_words_once)
 
     def build(self, prompt: object, params: object, row_key: object) -> Request:
         """A request for one row.
@@ -321,6 +327,7 @@ class InputProcessor:
             prompt_end=_chat_end(row.prompt),
             reasoning=reasoning,
             reasoning_token=reasoning_token,
+            bad_words=self._encode_words(tuple(checked.bad_words)) if checked.bad_words else (),
         )
 
     def _reasoning(self, row: "_Row") -> tuple[ReasoningStart | None, int | None]:
@@ -340,6 +347,19 @@ class InputProcessor:
             return start, None
         token = self._reasoning_token(start.begin)
         return (None if token is None else start), token
+
+    def _encode_words_once(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words with and without a space before them, as vLLM has them."""
+        variants = [(word, f" {word.lstrip()}") for word in words]
+        texts = [Text(text, False, Room()) for pair in variants for text in pair]
+        encoded = iter([*map(value_or_raise, self._tokenizer.encode_all(texts))])
+        found = []
+        for word, spaced in zip(encoded, encoded, strict=True):
+            found.append(tuple(word.tolist()))
+            # With a space it counts where it is another word of as many tokens.
+            if len(word) == len(spaced) and word[0] != spaced[0]:
+                found.append(tuple(spaced.tolist()))
+        return tuple(found)
 
     def _reasoning_token(self, begin: str) -> int | None:
         if begin not in self._reasoning_tokens:
@@ -371,6 +391,8 @@ class InputProcessor:
             params = self._with_stop_tokens(params)
         if params.structured_outputs_params is not None:
             self._check_can_have_form()
+        if params.bad_words and not self._tokenizer.is_present:
+            raise ConfigError("bad_words need a tokenizer, which the model directory lacks")
         params.check_tokens(self._vocab_size)
         return params
 
@@ -380,7 +402,7 @@ class InputProcessor:
             raise ConfigError("stop strings need a tokenizer, which the model directory lacks")
         special = self._tokenizer.special_token_ids()
         for stop in params.stop_strings:
-            for text, token in special.items():
+            for text, token in special.items() if params.skip_special_tokens else ():
                 if len(text) >= MIN_SPECIAL_CHARACTERS and text in stop and text != stop:
                     raise ConfigError(
                         f"stop has {stop!r:.60} with the special token {text!r:.40}, which is not "
@@ -461,9 +483,16 @@ def hash_key(value: object) -> int:
     return _hash(text.encode("utf-8", "surrogatepass"))
 
 
+# Added after the first journals: where they are at their defaults, rows keep their keys.
+_LATER = ("bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens")
+
+
 def _hash_row(tokens: Int32s, params: SamplingParams) -> int:
     fields = dataclasses.asdict(params)
     fields["logit_bias"] = sorted((params.logit_bias or {}).items())
+    for name in _LATER:
+        if fields[name] == getattr(DEFAULT_PARAMS, name):
+            del fields[name]
     return _hash(np.ascontiguousarray(tokens, "<i4").tobytes() + repr(fields).encode())
 
 

@@ -121,6 +121,23 @@ def forbid(logits_V: Tensor, token_ids: Sequence[int] | Int32s) -> None:
     logits_V[torch.as_tensor(token_ids, dtype=torch.int64)] = float("-inf")
 
 
+def keep_only(logits_V: Tensor, token_ids: Sequence[int]) -> None:
+    index = torch.as_tensor(token_ids, dtype=torch.int64)
+    kept = logits_V[index]
+    logits_V.fill_(float("-inf"))
+    logits_V[index] = kept
+
+
+def ending_tokens(generated: Int32s, words: Sequence[tuple[int, ...]]) -> list[int]:
+    """Last tokens of the words whose other tokens have just been generated, as in vLLM."""
+    return [
+        word[-1]
+        for word in words
+        if len(word) <= len(generated) + 1
+        and tuple(generated[len(generated) - len(word) + 1 :].tolist()) == word[:-1]
+    ]
+
+
 def repeating_tokens(tokens: Int32s, ngram_size: int) -> Int32s:
     """Tokens that would end a sequence of `ngram_size` tokens that occurs in `tokens` already.
 
@@ -286,7 +303,11 @@ class Sampler:
             or params.frequency_penalty != 0
         )
         self._table.is_special[slot] = bool(
-            params.logit_bias or params.min_tokens or params.no_repeat_ngram_size
+            params.logit_bias
+            or params.min_tokens
+            or params.no_repeat_ngram_size
+            or params.allowed_token_ids
+            or request.bad_words
         )
         self._table.has_grammar[slot] = sample.is_constrained
         is_adjusted = (
@@ -385,7 +406,7 @@ class Sampler:
             slot = slots[row]
             sample = self._samples[slot]
             assert sample is not None
-            params = sample.request.params
+            request, params = sample.request, sample.request.params
             if params.logit_bias:
                 token_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
                 logits_RV[row, token_ids] += torch.tensor(list(params.logit_bias.values()))
@@ -394,6 +415,12 @@ class Sampler:
                 forbid(logits_RV[row], (*eos, *(params.stop_token_ids or ())))
             if size := params.no_repeat_ngram_size:
                 forbid(logits_RV[row], repeating_tokens(self._table.tokens(slot), size))
+            if params.allowed_token_ids:
+                keep_only(logits_RV[row], params.allowed_token_ids)
+            if request.bad_words:
+                forbid(
+                    logits_RV[row], ending_tokens(self._table.generated(slot), request.bad_words)
+                )
         rows = np.flatnonzero(self._table.has_penalty[slots])
         if len(rows):
             names = ("repetition_penalty", "presence_penalty", "frequency_penalty")

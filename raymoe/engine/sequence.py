@@ -100,9 +100,8 @@ class SequenceTable:
         # How to sample: written by `Sampler.admit`.
         self.path = np.zeros(num_slots, np.int8)  # the sampler's cheapest that is enough
         self.is_greedy: Bools = np.zeros(num_slots, np.bool_)
-        self.is_special: Bools = np.zeros(
-            num_slots, np.bool_
-        )  # logit_bias, min_tokens, no_repeat_ngram_size
+        # logit_bias, min_tokens, no_repeat_ngram_size, allowed_token_ids, bad_words
+        self.is_special: Bools = np.zeros(num_slots, np.bool_)
         self.has_penalty: Bools = np.zeros(num_slots, np.bool_)
         self.has_grammar: Bools = np.zeros(num_slots, np.bool_)
         self.numbers = {name: np.zeros(num_slots, np.float32) for name in NUMBERS}

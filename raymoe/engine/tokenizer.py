@@ -40,10 +40,13 @@ class StopStrings:
 
     Args:
         min_tokens: A stop string counts if it ends after the text of so many tokens, as in vLLM.
+        is_included: Whether texts end after their stop strings.
     """
 
-    def __init__(self, stop: Sequence[str], min_tokens: int = 0) -> None:
-        self._stop, self._min_tokens = stop, min_tokens
+    def __init__(
+        self, stop: Sequence[str], min_tokens: int = 0, *, is_included: bool = False
+    ) -> None:
+        self._stop, self._min_tokens, self._is_included = stop, min_tokens, is_included
         self._first_end = 0  # characters of the text of these tokens
         self._answer = 0  # where the answer begins: after the reasoning and its line ends
         self._is_before_answer = False
@@ -65,7 +68,7 @@ class StopStrings:
         return self._text
 
     def find(self, stable_text: str, decoded: str, is_open: bool | None = False) -> str | None:
-        """Return the text before the first stop string, None while there is none.
+        """Return the text up to the first stop string, None while there is none.
 
         Args:
             is_open: Whether the text is in its reasoning, which has no stop strings, nor have line
@@ -96,16 +99,29 @@ class StopStrings:
 
     def _find(self, begin: int, visible: str) -> str | None:
         text = self._text[begin:] + visible
-        place = find_stop(text, self._stop, self._first_end - begin, self._answer - begin)
+        first = self._first_end - begin, self._answer - begin
+        place = find_stop(text, self._stop, *first, is_included=self._is_included)
         return None if place is None else self._text[:begin] + text[:place]
 
 
 def find_stop(
-    text: str, stop: Sequence[str], first_end: int = 0, first_begin: int = 0
+    text: str,
+    stop: Sequence[str],
+    first_end: int = 0,
+    first_begin: int = 0,
+    *,
+    is_included: bool = False,
 ) -> int | None:
-    """Return where the first stop string begins that ends after character `first_end`."""
+    """Return where the first stop string begins that ends after character `first_end`.
+
+    Where it ends if it is included.
+    """
     places = [text.find(one, max(0, first_begin, first_end - len(one) + 1)) for one in stop]
-    return min((place for place in places if place >= 0), default=None)
+    found = [(place, len(one)) for place, one in zip(places, stop, strict=True) if place >= 0]
+    if not found:
+        return None
+    place, length = min(found)
+    return place + length * is_included
 
 
 CHAT_WORKER = Path(__file__).parent / "workers" / "chat_worker.py"
@@ -463,7 +479,7 @@ class Tokenizer:
 
     def encode(self, prompt: object) -> Int32s:
         text = self.read(prompt, Room())
-        return _value(self.encode_all([text])[0]) if isinstance(text, Text) else text
+        return value_or_raise(self.encode_all([text])[0]) if isinstance(text, Text) else text
 
     def encode_all(self, texts: Sequence[Text]) -> list[Int32s | Exception]:
         """Return token ids of each text, or its error; those that exceed a room are cut to it.
@@ -550,12 +566,19 @@ class Tokenizer:
             DecodeError: The tokenizer does not know them.
             WorkerProcessError: The process was killed from outside.
         """
-        return _value(self.decode_all([token_ids])[0])
+        return value_or_raise(self.decode_all([token_ids])[0])
 
-    def decode_all(
-        self, sequences: Sequence[Sequence[int]], *, keeps_special: bool = False
+    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
+        """Decode each sequence without special tokens, or return its error."""
+        return self._decode_all(sequences, keeps_special=False)
+
+    def decode_marked(self, sequences: Sequence[Sequence[int]]) -> list[str | Exception]:
+        """Decode each sequence with its special tokens, or return its error."""
+        return self._decode_all(sequences, keeps_special=True)
+
+    def _decode_all(
+        self, sequences: Sequence[Sequence[int]], *, keeps_special: bool
     ) -> list[str | Exception]:
-        """Decode each sequence, without special tokens unless asked, or return its error."""
         if not self.is_present:
             return [""] * len(sequences)
         self.load()
@@ -684,7 +707,7 @@ class Tokenizer:
         return self._refuse_media(np.asarray(token_ids, np.int32))
 
     def _check_tokens(self, result: Int32s | Exception) -> Int32s:
-        token_ids = _value(result)
+        token_ids = value_or_raise(result)
         if not len(token_ids):
             raise ConfigError("the prompt has no tokens")
         if token_ids.max() >= self._vocab_size:
@@ -733,13 +756,13 @@ class Tokenizer:
             text = replace(text, text=text.text[-kept:] if is_reversed else text.text[:kept])
         pieces = [text.text] if joint is None else [*_pieces(text.text, joint)]
         if len(pieces) == 1:
-            return _value(_try_all([text], self._encode_batch)[0])
+            return value_or_raise(_try_all([text], self._encode_batch)[0])
         ends = self._ends(has_special=text.has_special)
         found = [ends[is_reversed]]
         needed = np.inf if room.max_tokens is None else room.max_tokens
         for piece in reversed(pieces) if is_reversed else pieces:
             part = Text(piece, False, room)
-            found.append(_value(_try_all([part], self._encode_batch)[0]))
+            found.append(value_or_raise(_try_all([part], self._encode_batch)[0]))
             needed -= len(found[-1])
             if needed < 0 and room.on_too_long == "error":
                 raise ConfigError(
@@ -815,7 +838,7 @@ def _try_all(
 
 
 def _one(work: Callable[[Sequence[ItemT], int], list[ResultT | Exception]], item: ItemT) -> ResultT:
-    return _value(work([item], 2)[0])
+    return value_or_raise(work([item], 2)[0])
 
 
 def _result(work: Callable[..., ResultT], *args: Any) -> ResultT | Exception:
@@ -827,7 +850,7 @@ def _result(work: Callable[..., ResultT], *args: Any) -> ResultT | Exception:
         return error
 
 
-def _value(result: ResultT | Exception) -> ResultT:
+def value_or_raise(result: ResultT | Exception) -> ResultT:
     if isinstance(result, Exception):
         raise result
     return result

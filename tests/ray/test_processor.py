@@ -157,14 +157,15 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
     [
         ({"dynamic_lora_loading_path": "s3://x"}, "dynamic_lora_loading_path has no meaning"),
         ({"prepare_multimodal_stage": True}, "prepare_multimodal_stage has no meaning"),
-        ({"log_engine_metrics": False}, "log_engine_metrics=False"),
         ({"task_type": "rank"}, "task_type is 'rank'"),
-        ({"tokenize_stage": {"num_cpus": 2}}, "tokenize_stage has num_cpus=2"),
+        ({"tokenize_stage": {"model_source": "n"}}, "tokenize_stage has model_source='n'"),
         ({"chat_template_stage": 3}, "chat_template_stage is 3"),
         ({"chat_template_stage": {"chat_template": "{{ x }}"}}, "the file chat_template.jinja of"),
-        ({"tokenize_stage": {"batch_size": 2}}, "give batch_size to the processor's configuration"),
+        ({"detokenize_stage": {"wrong": 2}}, "leave wrong out"),
         ({"concurrency": (3, 2)}, "concurrency is"),
-        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"engine_kwargs": {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype='fp8'; raymoe takes only"),
+        ({"engine_kwargs": {"tokenizer": "other/one"}}, "tokenizer='other/one'; raymoe takes that"),
+        ({"engine_kwargs": {"enable_lora": True}}, "enable_lora=True; raymoe takes only False"),
         ({"engine_kwargs": {"mamba_ssm_cache_dtype": "half"}}, "state_dtype is 'float16'"),
         ({"engine_kwargs": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
     ],
@@ -221,8 +222,37 @@ def test_arguments_of_vllm_become_those_of_the_engine() -> None:
         assert "num_actors" not in build_processor(unsaid(model_source="m")).operator_kwargs
     one = llm.vLLMEngineProcessorConfig(model_source="m", concurrency=1)
     assert build_processor(one).operator_kwargs["num_actors"] == 1
+    three = build_processor(llm.vLLMEngineProcessorConfig(model_source="m", concurrency=3))
+    assert (three.operator_kwargs["min_actors"], three.operator_kwargs["num_actors"]) == (1, 3)
     assert (options["rows_in_flight"], options["id_column"]) == (128, "id")
     assert options["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_permissions_and_placement_of_vllm_are_taken(caplog) -> None:
+    """What many scripts for ray.data.llm give, and what says nothing of answers."""
+    model = str(raymoe.demo_model_path())
+    config = llm.vLLMEngineProcessorConfig(
+        model_source=model,
+        log_engine_metrics=False,
+        tokenize_stage={"num_cpus": 2, "concurrency": 4},
+        engine_kwargs={
+            "trust_remote_code": True, "disable_log_requests": True, "tokenizer": model, "seed": 3,
+            "enable_chunked_prefill": False, "enable_prefix_caching": False,
+            "enable_expert_parallel": True, "structured_outputs_config": {"backend": "xgrammar"},
+        },
+        placement_group_config={"bundles": [{"CPU": 3, "GPU": 0}], "strategy": "PACK"},
+    )  # fmt: skip
+    options = build_processor(config).operator_kwargs
+    assert options["engine_config"] == raymoe.EngineConfig(seed=3)
+    assert (options["num_cpus"], options["num_gpus"]) == (3, 0)
+    stage, warned = [one.message for one in caplog.records if one.name.startswith("raymoe")]
+    assert stage.startswith("tokenize_stage has num_cpus=2, concurrency=4, without effect")
+    assert "enable_expert_parallel=True" in warned
+    assert "trust_remote_code" not in warned
+    with pytest.raises(ConfigError, match="quantization='fp8', but the model is not quantised"):
+        build_processor(MoEEngineProcessorConfig(
+            model_source=model, engine_kwargs={"quantization": "fp8"}
+        ))  # fmt: skip
 
 
 @pytest.mark.slow

@@ -156,7 +156,8 @@ def test_malformed_setting_is_refused_by_name(text):
         (lambda: SamplingParams(num_beams=4), "there is no beam search"),
         (lambda: EngineConfig(tensor_paralel_size=2), "did you mean 'tensor_parallel_size'?"),
         (lambda: EngineConfig(torch_dtype="auto"), "did you mean 'dtype'?"),
-        (lambda: EngineConfig.from_dict({"enable_prefix_caching": True}), "always shared"),
+        (lambda: EngineConfig.from_dict({"quantization": "fp8"}), "read from the model"),
+        (lambda: SamplingParams.from_dict({"best_of": 3}), "it is not implemented"),
     ],
 )
 def test_unknown_names_are_told_what_they_are_called_here(make, message):
@@ -166,6 +167,27 @@ def test_unknown_names_are_told_what_they_are_called_here(make, message):
     assert str(again) == str(caught.value)
     assert (again.row, again.column, again.path) == (3, "prompt", "/a")
     assert (again.name, again.suggestion) == (caught.value.name, caught.value.suggestion)
+
+
+def test_what_of_vllm_changes_no_answer_is_taken(caplog):
+    same = {
+        "detokenize": True, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0,
+        "spaces_between_special_tokens": True, "logits_processors": [], "max_tokens": 3,
+    }  # fmt: skip
+    assert SamplingParams(**same) == SamplingParams.from_dict(same) == SamplingParams(max_tokens=3)
+    assert SamplingParams().override(same) == SamplingParams(max_tokens=3)
+    guided = {"json": {"type": "object"}, "backend": "xgrammar", "_backend": None}
+    params = SamplingParams.from_dict({"guided_decoding": guided})
+    assert params == SamplingParams(structured_outputs={"json": {"type": "object"}})
+    with pytest.raises(ConfigError, match="are the same; give one"):
+        SamplingParams(guided_decoding={"choice": ["a"]}, structured_outputs={"choice": ["a"]})
+    engine = {"trust_remote_code": True, "download_dir": "/x", "enable_prefix_caching": True}
+    assert EngineConfig(**engine) == EngineConfig.from_dict(engine) == EngineConfig()
+    assert not caplog.records
+    placed = {"load_format": "runai_streamer", "enforce_eager": True, "pipeline_parallel_size": 4}
+    assert EngineConfig.from_dict(placed | {"load_format": "fastsafetensors"}) == EngineConfig()
+    assert EngineConfig(**placed) == EngineConfig()
+    assert [record.message.count("=") for record in caplog.records] == [3, 3]
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch):

@@ -29,7 +29,7 @@ ENGINE = [field.name for field in dataclasses.fields(EngineConfig)]
         ("eos_token_id", "stop_token_ids"),
         ("guided_json", "structured_outputs"),
         # Other words, however similar.
-        ("allowed_token_ids", None),
+        ("begin_suppress_tokens", None),
         ("max_p", None),
         ("min_k", None),
         ("top_a", None),
@@ -37,7 +37,7 @@ ENGINE = [field.name for field in dataclasses.fields(EngineConfig)]
         ("ignore_case", None),
         ("encoder_repetition_penalty", None),
         ("length_penalty", None),
-        ("skip_special_tokens", None),
+        ("spaces_between_special_tokens", None),
     ],
 )
 def test_a_name_is_suggested_for_a_typing_error_or_another_name_of_the_same(name, meant):
