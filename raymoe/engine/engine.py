@@ -11,7 +11,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +54,7 @@ from raymoe.engine.progress import shown_load, shown_rows
 from raymoe.engine.release import clear_frames, return_memory
 from raymoe.engine.request import InputProcessor, Request
 from raymoe.engine.sequence import DecodeAll, decode_each
+from raymoe.engine.stream import RowStream
 from raymoe.engine.tasks.rows import RowAnswers, TaskOptions, TaskRow, check_head, check_labels
 from raymoe.engine.tokenizer import Prompt, Tokenizer
 from raymoe.errors import ConfigError, ExecutionError
@@ -55,6 +64,7 @@ from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
 from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.suggestions import METHODS_OF_OTHERS
+from raymoe.vllm_names import sampling_options
 
 MAX_ROWS = 256  # at once
 
@@ -418,6 +428,96 @@ class Engine:
         except BaseException:
             self._drop(call)
             raise
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params = None,
+        *,
+        output_schema: Any = None,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Generate for prompts of an iterable, and return each as soon as it is finished.
+
+        Ending the loop, or closing the iterator, drops the rows that are being generated.
+
+        Args:
+            prompts: As for `generate`. They are read in a thread of their own, and may be slow or
+                without an end.
+            sampling_params: For all prompts.
+            output_schema: As for `generate`.
+            max_rows: Prompts that are read before their generations are taken; by default twice as
+                many as are generated at once.
+            options: As for `generate`.
+
+        Returns:
+            Pairs of the index of a prompt and its generation, in the order in which they finish.
+            What is drawn at random depends on the index, not on how often a prompt came before.
+
+        Raises:
+            As `generate`, and what the iterable raises, after the rows before.
+        """
+        return self._streamed(*self._begin_stream(
+            prompts, _with_options(sampling_params, options), output_schema, max_rows
+        ))  # fmt: skip
+
+    def astream(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params = None,
+        *,
+        output_schema: Any = None,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> AsyncIterator[tuple[int, Generation]]:
+        """As `stream`, for ``async for``. Cancelling it drops its rows."""
+        return self._astreamed(*self._begin_stream(
+            prompts, _with_options(sampling_params, options), output_schema, max_rows
+        ))  # fmt: skip
+
+    def _begin_stream(
+        self, prompts: Iterable[Prompt], params: Any, output_schema: Any, max_rows: int | None
+    ) -> tuple[RowStream, Callable[[Prompt, Generation], Generation]]:
+        self._check_open()
+        _check_list(prompts)
+        if _is_list(params):
+            raise ConfigError("stream takes sampling_params for all prompts, not a list")
+        if max_rows is None:
+            max_rows = min(2 * self._parts.policy.max_num_seqs, self._max_queued_rows)
+        if type(max_rows) is not int or max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows!r:.60}; it takes a whole number from 1")
+        schema, params = _read_schema(output_schema, params)
+        self.check_params(params)
+        call = Call()
+
+        def submit(prompt: Prompt, index: int) -> Future[Generation]:
+            (future,) = self._submit_all([prompt], params, [index], call=call)
+            return future
+
+        def finish(prompt: Prompt, generation: Generation) -> Generation:
+            (done,) = _parsed(self._answers([prompt], params, [generation], schema), schema)
+            return done
+
+        return RowStream(prompts, submit, functools.partial(self._drop, call), max_rows), finish
+
+    @staticmethod
+    def _streamed(
+        rows: RowStream, finish: Callable[[Prompt, Generation], Generation]
+    ) -> Iterator[tuple[int, Generation]]:
+        with contextlib.closing(rows):
+            while (found := rows.next()) is not None:
+                index, prompt, generation = found
+                yield index, finish(prompt, generation)
+
+    @staticmethod
+    async def _astreamed(
+        rows: RowStream, finish: Callable[[Prompt, Generation], Generation]
+    ) -> AsyncIterator[tuple[int, Generation]]:
+        with contextlib.closing(rows):
+            while (found := await asyncio.to_thread(rows.next)) is not None:
+                index, prompt, generation = found
+                yield index, finish(prompt, generation)
 
     def _answers(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params],
@@ -976,6 +1076,7 @@ def _is_message(prompt: object) -> bool:
 def _with_options(
     params: Params | Sequence[Params], options: Mapping[str, Any]
 ) -> Params | Sequence[Params]:
+    options = sampling_options(options)
     check_names(options, SAMPLING_NAMES, "sampling parameter")
     if not options:
         return params
