@@ -100,7 +100,7 @@ OF_EACH_KIND = [
         *("cohere2_moe", "qwen3_next", "granitemoehybrid", "lfm2_moe", "kimi_linear"),
         *("glm5_next", "hy_v4"),
     }
-]
+] + [c for c in CONFIGURATIONS if c.name.startswith("cohere: norms")]
 
 FEW_ODD = [*ODD[::6], *(c for c in ODD if "clipped" in c.name)]
 
