@@ -14,7 +14,7 @@ from raymoe.cli import model_by_name
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
-from raymoe.specs.differences import differences_from_others, differences_of
+from raymoe.specs.differences import differences_of
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
 from raymoe.specs.files import CONFIG_FILE, check_adapter, is_hub_name, read_config
@@ -102,7 +102,6 @@ def _as_json(text: str) -> dict[str, object]:
         "weight_bytes": spec.stored_bytes,
         "kv_bytes_per_token": spec.kv_bytes_per_token(BFLOAT16_BYTES),
         "differs_from_transformers": differences_of(spec),
-        "differs_from_others": differences_from_others(spec),
         "checked": _check_weights(spec, Path(text)) if is_directory else "",
     }
 
@@ -224,8 +223,6 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         yield "states of a sequence", format_bytes(spec.state_bytes(BFLOAT16_BYTES))
     for difference in differences_of(spec):
         yield "differs from transformers", difference
-    for difference in differences_from_others(spec):
-        yield "differs from other engines", difference
 
 
 def _attention(attention: AnyAttentionSpec) -> str:

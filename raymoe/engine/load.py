@@ -59,7 +59,7 @@ from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
 from raymoe.schedule.builders import BUILDERS, STREAMING_BUILDERS
 from raymoe.specs.config import HeadKind
-from raymoe.specs.differences import differences_from_others, differences_of
+from raymoe.specs.differences import differences_of
 from raymoe.specs.files import MAX_TOKEN_ID, check_adapter, read_chat_template, read_json_object
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
 from raymoe.specs.weight_format import Int8Channel
@@ -149,8 +149,6 @@ def _load_parts(
     spec = read_model(directory, config)
     for difference in differences_of(spec):
         logger.warning("%s differs from transformers on purpose: %s", spec.name, difference)
-    for difference in differences_from_others(spec):
-        logger.warning("%s differs from other engines: %s", spec.name, difference)
     tokenizer = Tokenizer(  # its process loads meanwhile
         directory,
         spec.vocab_size,

@@ -1,10 +1,9 @@
 """Where results differ from those of transformers on purpose: one entry for each case.
 
 A test for each computes both and fails when transformers no longer differs; then the entry goes.
-`FROM_OTHERS` has cases where transformers is followed, and other engines compute something else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymoe.specs.model import ModelSpec, MoeSpec
@@ -62,16 +61,13 @@ DIFFERENCES = (
             rope.kind == "dynamic" or rope.short_factor != rope.long_factor for rope in spec.ropes
         ),
     ),
-)
-
-
-FROM_OTHERS = (
     Difference(
         models="hy_v4",
-        what="the halves of rotated dimensions are rotated with each other, as in transformers "
-        "5.24; vLLM and SGLang rotate neighbouring dimensions, as transformers does for hy_v4_vl",
-        reason="what transformers computes decides",
-        source="apply_rotary_pos_emb in modeling_hy_v4.py of transformers",
+        what="transformers 5.24 rotates the halves of rotated dimensions with each other, and "
+        "norms latents with an epsilon of 1e-6; here neighbouring dimensions are rotated with each "
+        "other, and latents have rms_norm_eps, as transformers has it for hy_v4_vl",
+        reason="the weights are stored for that: vLLM, SGLang and mlx-lm compute it",
+        source="HYV4MLAAttention in models/hy_v4/nvidia/attention.py of vLLM",
         concerns=lambda spec: spec.model_type == "hy_v4",
     ),
 )
@@ -79,14 +75,5 @@ FROM_OTHERS = (
 
 def differences_of(spec: ModelSpec) -> list[str]:
     """What differs from transformers in this model, in sentences."""
-    return _sentences(DIFFERENCES, spec)
-
-
-def differences_from_others(spec: ModelSpec) -> list[str]:
-    """What differs from other engines, but not from transformers, in sentences."""
-    return _sentences(FROM_OTHERS, spec)
-
-
-def _sentences(differences: Iterable[Difference], spec: ModelSpec) -> list[str]:
-    found = (one for one in differences if one.concerns(spec))
+    found = (one for one in DIFFERENCES if one.concerns(spec))
     return [f"{one.what} ({one.reason}; {one.source})" for one in found]

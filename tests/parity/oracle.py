@@ -39,7 +39,10 @@ def make_config(configuration: Configuration) -> PreTrainedConfig:
 
 
 def make_model(configuration: Configuration) -> PreTrainedModel:
-    """The random model in transformers: float32, eager attention, biases and norms random too."""
+    """The random model in transformers: float32, eager attention, biases and norms random too.
+
+    Where raymoe differs on purpose, it computes what raymoe does by the weights of `as_stored`.
+    """
     config = make_config(configuration)
     with torch.random.fork_rng():
         torch.manual_seed(configuration.seed)
@@ -49,6 +52,7 @@ def make_model(configuration: Configuration) -> PreTrainedModel:
         randomise(model)
     if configuration.family == "llama4":  # 5.24 reads a result that its text model does not give
         model.forward = model.language_model.forward
+    norm_latents_as_trained(model)
     # Greedy, whatever the defaults of the configuration class.
     model.generation_config = GenerationConfig(do_sample=False, use_cache=True)
     return model.eval()
@@ -77,10 +81,43 @@ def randomise(model: PreTrainedModel) -> None:
             torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
 
 
+def norm_latents_as_trained(model: PreTrainedModel) -> None:
+    """Give norms of latents the epsilon of the model, where its class has another by mistake."""
+    if model.config.model_type != "hy_v4":
+        return
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
+
+
+def as_stored(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the weights as a checkpoint has them: this one, but for Hy4.
+
+    Its class rotates the halves of rotated dimensions with each other. In a checkpoint these are
+    neighbours, so that the rows of queries and keys, and of index queries and keys, are put there.
+    """
+    config = model.config
+    if config.model_type != "hy_v4":
+        return model
+    rotated = config.qk_rope_head_dim  # the last of each group of rows
+    index = dict.fromkeys(("wq_b", "wk", "k_norm"), config.index_head_dim)
+    groups = index | {
+        "q_b_proj": config.qk_nope_head_dim + rotated,
+        "kv_a_proj_with_mqa": config.kv_lora_rank + rotated,
+    }
+    stored = copy.deepcopy(model)
+    for name, parameter in stored.named_parameters():
+        size = groups.get(name.split(".")[-2])
+        if size is not None:
+            rows = parameter.data.unflatten(0, (-1, size))[:, -rotated:]
+            rows.copy_(rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+    return stored
+
+
 def make_checkpoint(configuration: Configuration, directory: Path) -> PreTrainedModel:
     """Save the random model to `directory` as transformers does; return it for comparison."""
     model = make_model(configuration)
-    model.save_pretrained(directory)
+    as_stored(model).save_pretrained(directory)
     if configuration.family == "kimi_k25":  # 5.23 writes names that it cannot read
         weights = {_published(name): tensor for name, tensor in model.state_dict().items()}
         if model.config.tie_word_embeddings:

@@ -13,14 +13,12 @@ import transformers
 from torch import Tensor
 
 from raymoe.cli import run
-from raymoe.config import EngineConfig
-from raymoe.engine.engine import Engine
 from raymoe.memory.weights import WeightStore
-from raymoe.specs.differences import DIFFERENCES, differences_from_others, differences_of
+from raymoe.specs.differences import DIFFERENCES, differences_of
 from raymoe.specs.model import ModelSpec
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.driver import Driver, load_decoder
-from tests.parity.oracle import make_checkpoint
+from tests.parity.oracle import as_stored, make_checkpoint
 from tests.reference import ReferenceModel
 
 PROMPT = [7, 3, 50, 12, 9, 31, 2, 44, 60, 5, 18]
@@ -107,10 +105,21 @@ def test_a_row_is_rotated_for_its_own_length(tmp_path: Path) -> None:
     assert is_close(found[longest:], alone)
 
 
+def test_hy4_rotates_neighbours_and_norms_latents_as_its_weights_need(tmp_path: Path) -> None:
+    model = make_checkpoint(configuration("hy_v4: plain", rms_norm_eps=1e-2), tmp_path)
+    wanted = logits_of_transformers(model, PROMPT)
+    assert is_close(logits(tmp_path, PROMPT), wanted)
+    assert not is_close(logits_of_transformers(as_stored(model), PROMPT), wanted)
+    with_norms_of_class = type(model)._from_config(model.config, dtype=torch.float32).eval()
+    with_norms_of_class.load_state_dict(model.state_dict())
+    assert not is_close(logits_of_transformers(with_norms_of_class, PROMPT), wanted)
+
+
 NAMES = {
     "nemotron_h: plain": "time_step_min",
     "bailing_hybrid: plain": "expert_swiglu_limit_list",
     "llama: dynamic rope": "rotated for its own length",
+    "hy_v4: plain": "neighbouring dimensions are rotated",
 }
 
 
@@ -125,23 +134,6 @@ def test_a_model_that_differs_says_so(
     assert "differs from transformers" in printed
     (found,) = differences_of(ModelSpec.from_directory(tmp_path))
     assert NAMES[name] in found
-
-
-def test_hy4_says_that_other_engines_rotate_other_dimensions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    make_checkpoint(configuration("hy_v4: plain"), tmp_path)
-    assert run(["models", str(tmp_path)]) == 0
-    assert "differs from other engines" in capsys.readouterr().out
-    with Engine.from_pretrained(tmp_path, EngineConfig(dtype="float32")):
-        (line,) = (text for text in caplog.messages if "differs from" in text)
-    assert "rotate neighbouring dimensions" in line
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert "Of `hy_v4`, transformers 5.24 rotates" in page
-    (found,) = differences_from_others(ModelSpec.from_directory(tmp_path))
-    assert "halves" in found
-    with_images = {"model_type": "hy_v4_vl", "text_config": {}}
-    assert not differences_from_others(ModelSpec.from_config(with_images))
 
 
 def test_every_case_is_documented_and_has_a_model() -> None:

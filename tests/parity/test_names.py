@@ -28,7 +28,7 @@ from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.configurations import Configuration, first_of_each_family
 from tests.parity.driver import generate, load_decoder
-from tests.parity.oracle import FEW_ROWS, make_checkpoint, make_reference
+from tests.parity.oracle import FEW_ROWS, as_stored, make_checkpoint, make_reference
 
 Tensors = dict[str, Tensor]
 ROOTS = (
@@ -144,7 +144,7 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first_of_each_family(), ids=lambda case: case.family)
 def test_what_transformers_reads_is_read(case: Configuration, tmp_path: Path) -> None:
-    model = make_checkpoint(case, tmp_path / "saved")
+    model = as_stored(make_checkpoint(case, tmp_path / "saved"))
     wanted = read(tmp_path / "saved")
     config = (tmp_path / "saved" / "config.json").read_text()
     tried, num_read = set(), 0

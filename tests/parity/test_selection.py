@@ -22,7 +22,7 @@ from raymoe.plan.policy import DevicePolicy, Policy
 from tests.parity.cases import DIRECTORY
 from tests.parity.configurations import model_class
 from tests.parity.driver import Driver, load_decoder
-from tests.parity.oracle import randomise
+from tests.parity.oracle import as_stored, norm_latents_as_trained, randomise
 from tests.parity.wrapper_families import WRAPPER_FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -203,7 +203,8 @@ def case(family: str) -> Long:
             .eval()
         )
         randomise(model)
-    model.save_pretrained(directory)
+    norm_latents_as_trained(model)
+    as_stored(model).save_pretrained(directory)
     generator = torch.Generator().manual_seed(5)
     base = torch.randint(VOCABULARY, (max(LENGTHS),), generator=generator).tolist()
     prompts = [base[:length] for length in LENGTHS]

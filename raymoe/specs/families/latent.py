@@ -21,12 +21,6 @@ from raymoe.specs.families.rules import (
 from raymoe.specs.layers import NormLayout
 from raymoe.specs.rope import RopeRule
 
-_HY_V4_INDEXER = IndexerRule(
-    is_interleaved=False,
-    rotates_end=True,
-    key_norm_eps="rms_norm_eps",
-    sharing=SharingRule(),
-)
 # Hy4. The class takes head_dim from the rotated part and a KV head for each head, whatever is said.
 _HY_V4 = Family(
     architecture="HYV4ForCausalLM",
@@ -43,8 +37,15 @@ _HY_V4 = Family(
         "index_topk_pattern": (None,),
         "learnable_sink": (True,),
     },
+    rope=RopeRule(is_interleaved=True),
     is_latent=True,
-    indexer=_HY_V4_INDEXER,
+    latent_norm_eps="rms_norm_eps",
+    indexer=IndexerRule(
+        is_interleaved=True,
+        rotates_end=True,
+        key_norm_eps="rms_norm_eps",
+        sharing=SharingRule(),
+    ),
     full_layer_types=("indexed_attention", "deepseek_sparse_attention"),
     qkv_bias="attention_bias",
     sinks="all",
@@ -187,8 +188,6 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         _HY_V4,
         architecture="HYV4VLForConditionalGeneration",
         rope=RopeRule(is_interleaved=True, has_sections=True),
-        indexer=dataclasses.replace(_HY_V4_INDEXER, is_interleaved=True),
-        latent_norm_eps="rms_norm_eps",
     ),
     "youtu": Family(
         architecture="YoutuForCausalLM",

@@ -244,6 +244,10 @@ def _exaone4(config: dict[str, object], values: Mapping[str, object]) -> dict[st
     return config
 
 
+def _cohere(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    return config | {"use_qk_norm": values.get("use_qk_norm") or False}  # null is none
+
+
 def _cohere2(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     hidden_size, num_heads = (
         integer(name, values.get(name), minimum=1)
@@ -597,12 +601,16 @@ def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[
 
 
 def _hy_v4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """Every fourth layer after the first chooses positions, where no list says which."""
+    """Every fourth layer after the first chooses positions, where no list says which.
+
+    The first is dense where no list says so, whatever `first_k_dense_replace` is.
+    """
+    num_layers = _num_layers(values)
     if config.get("indexer_types") is None:
-        full = {0, *range(1, _num_layers(values), 4)}
-        config["indexer_types"] = [
-            "full" if i in full else "shared" for i in range(_num_layers(values))
-        ]
+        full = {0, *range(1, num_layers, 4)}
+        config["indexer_types"] = ["full" if i in full else "shared" for i in range(num_layers)]
+    if config.get("mlp_layer_types") is None:
+        config["mlp_layer_types"] = [SPARSE if i else DENSE for i in range(num_layers)]
     return config
 
 
@@ -740,6 +748,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
     "bailing_hybrid": _bailing_hybrid,
+    "cohere": _cohere,
     "cohere2": _cohere2,
     "cohere_compass_text": _cohere_compass,
     "deepseek_v4": _deepseek_v4,
