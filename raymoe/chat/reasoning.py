@@ -64,6 +64,11 @@ def find_reasoning_parser(template: str) -> str | None:
     return found[-1] if found else None
 
 
+def shortest_name(name: str, template: str) -> str:
+    """Return "auto" for the parser that the template leads to anyway, else the name."""
+    return "auto" if name == (find_reasoning_parser(template) or "none") else name
+
+
 def check_reasoning_parser(name: str) -> None:
     if name not in ("auto", "none", *REASONING_PARSERS):
         known = ", ".join(("auto", "none", *REASONING_PARSERS))
