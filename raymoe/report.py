@@ -29,7 +29,7 @@ from raymoe.data.status import (
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.plan.draw import HEADROOM, STYLE, Colour, Scale, draw_operations
 from raymoe.safe_text import harmless
-from raymoe.schedule.draw import draw_svg, svg_page, text_at
+from raymoe.schedule.draw import draw_svg, shorten, svg_page, text_at
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.schedule.timeline import Span, Timeline
 from raymoe.specs.files import PRIVATE_FILE, kind_problem, open_regular, write_file
@@ -223,7 +223,8 @@ def _legend(lines: Sequence[Line]) -> Iterator[str]:
         row, column = divmod(index, LEGEND_COLUMNS)
         left, top = LEFT + column * width, TOP + row * LEGEND_LINE
         yield f'<path {_stroke(index, line)} d="M{left:.1f} {top - 4}h22"/>'
-        yield text_at(left + 30, top, short(harmless(line.name)), "name" if line.is_total else "")
+        name = shorten(harmless(line.name), MAX_NAME)
+        yield text_at(left + 30, top, name, "name" if line.is_total else "")
 
 
 def _stroke(index: int, line: Line) -> str:
@@ -235,14 +236,6 @@ def _stroke(index: int, line: Line) -> str:
 
 def _colour(index: int, line: Line) -> str:
     return INK if line.is_total else COLOURS[index % len(COLOURS)]
-
-
-def short(name: str) -> str:
-    """Shorten a name in the middle, as both ends of a host name are informative."""
-    if len(name) <= MAX_NAME:
-        return name
-    half = (MAX_NAME - 3) // 2
-    return f"{name[:half]}...{name[-half:]}"
 
 
 TOKENS = HISTORY_COLUMNS.index("num_tokens")
@@ -463,6 +456,14 @@ def cut(value: str) -> str:
     return f"{value[:half]}\n[... {num_more:,} characters ...]\n{value[-half:]}"
 
 
+MAX_RATIO = 1.5  # of measured to predicted time
+WHY_SLOWER = (
+    "Steps took much longer than predicted: other programs took cores meanwhile, or the rates of "
+    "this node are not those that the plan knows. Run 'raymoe profile' once while nothing else "
+    "runs, and its rates are used."
+)
+
+
 def accuracy(view: JobView) -> str:
     rows = [
         (
@@ -479,7 +480,9 @@ def accuracy(view: JobView) -> str:
     if not rows:
         return ""
     header = ("actor", "steps", "predicted", "measured", "gap", "link busy")
-    return section("Predicted and measured", table(header, rows), *_gantt(view.steps))
+    ratios = [ratio for actor in view.actors if (ratio := measured_over_predicted(actor))]
+    notes = [paragraph(WHY_SLOWER)] if max(ratios) > MAX_RATIO else []
+    return section("Predicted and measured", table(header, rows), *notes, *_gantt(view.steps))
 
 
 def pictures(view: JobView) -> str:

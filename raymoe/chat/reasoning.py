@@ -22,7 +22,7 @@ class ReasoningStart:
 
     Attributes:
         begin: What reasoning begins with.
-        ends: After the first of these the answer begins.
+        ends: What comes before the answer, in this order, with anything in between.
         is_open: Whether the text begins within reasoning; None where the text says so itself.
     """
 
@@ -45,7 +45,8 @@ HARMONY = "gpt_oss"
 REASONING_PARSERS = (*MARKERS, HARMONY)
 # Their markers are special tokens, which texts usually leave out.
 NEEDS_SPECIAL_TOKENS = frozenset({"mistral", HARMONY})
-_FINAL = tuple(f"<|channel|>final{form}<|message|>" for form in ("", " <|constrain|>json"))
+# In between models write `<|constrain|>json` in several ways, or nothing.
+_FINAL = ("<|channel|>final", "<|message|>")
 
 _END_OF_MESSAGE = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
 _HEADER = re.compile(
@@ -62,6 +63,11 @@ def find_reasoning_parser(template: str) -> str | None:
     if "hunyuan" in found and not ("<answer>" in template and "</answer>" in template):
         found.remove("hunyuan")
     return found[-1] if found else None
+
+
+def shortest_name(name: str, template: str) -> str:
+    """Return "auto" for the parser that the template leads to anyway, else the name."""
+    return "auto" if name == (find_reasoning_parser(template) or "none") else name
 
 
 def check_reasoning_parser(name: str) -> None:
@@ -113,10 +119,13 @@ def find_answer(parser: str, text: str, *, is_open: bool | None, stop: Sequence[
     start = _start(parser, is_open)
     if not start.hides_from(stop) or not (is_open or text.lstrip().startswith(start.begin)):
         return 0
-    places = [place + len(end) for end in start.ends if (place := text.find(end)) >= 0]
-    if not places:
-        return None
-    return len(text) - len(text[min(places) :].lstrip("\n"))
+    place = 0
+    for end in start.ends:
+        found = text.find(end, place)
+        if found < 0:
+            return None
+        place = found + len(end)
+    return len(text) - len(text[place:].lstrip("\n"))
 
 
 def _start(parser: str, is_open: bool | None) -> ReasoningStart:

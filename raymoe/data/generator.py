@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from raymoe.chat.parser import ChatParser
+from raymoe.chat.reasoning import shortest_name
 from raymoe.config import (
     ENGINE_NAMES,
     SAMPLING_NAMES,
@@ -315,7 +316,9 @@ class MoEGenerator:
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
-            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task)
+            template = read_chat_template(identity.directory)
+            parser = "auto" if self._task else shortest_name(reasoning_parser, template)
+            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parser)
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)

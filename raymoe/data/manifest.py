@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 4  # of this file, of the keys and of the records: a change of any of them raises it
 FILE_NAME = "manifest.json"
 
+_ADDED = frozenset({"reasoning_parser"})  # since `FORMAT`; files without them have the defaults
 # Names and versions that may differ as long as the contents that they stand for do not.
 _FOR_PEOPLE = ("model", "raymoe")
 _DEFAULTS = SamplingParams()
@@ -51,6 +52,8 @@ class Manifest:
         adapter: Digest of the files of a LoRA adapter; "" without one.
         chat_template_kwargs: Of rows of messages that have none of their own.
         task: Options of a task besides generation; empty for generation.
+        reasoning_parser: Whose marks constraints and stop strings wait for; "auto" is that of the
+            chat template.
     """
 
     format: int = FORMAT
@@ -73,6 +76,7 @@ class Manifest:
     adapter: str = ""
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reasoning_parser: str = "auto"
 
     @classmethod
     def of(  # noqa: PLR0917 - what an operator has
@@ -82,6 +86,7 @@ class Manifest:
         config: EngineConfig,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         task: TaskOptions | None = None,
+        reasoning_parser: str = "auto",
     ) -> "Manifest":
         """Return the manifest of a job with this model and these options.
 
@@ -107,6 +112,7 @@ class Manifest:
             adapter=identity.adapter,
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
             task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
+            reasoning_parser=reasoning_parser,
         )
 
     @property
@@ -121,6 +127,8 @@ class Manifest:
             del plain["compute_dtype"]
         if not self.adapter:
             del plain["adapter"]
+        if self.reasoning_parser == "auto":
+            del plain["reasoning_parser"]
         return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
 
     def differences(self, now: "Manifest") -> list[str]:
@@ -217,6 +225,7 @@ def parse(data: bytes, *, where: object) -> Manifest:
             f"that version, or {_WHAT_TO_DO}"
         )
     names = {field.name for field in dataclasses.fields(Manifest)}
+    names -= _ADDED - found.keys()
     if found.keys() != names:
         wrong = ", ".join(sorted(found.keys() ^ names))
         raise ConfigError(f"{where} is damaged ({wrong}); {_WHAT_TO_DO}")

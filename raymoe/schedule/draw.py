@@ -57,6 +57,10 @@ text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: #1b1f24 }
 }"""
 
 
+TITLE_LEFT, TITLE_SIZE, MIN_TITLE_SIZE = 16, 16.0, 10.0  # px
+TITLE_LETTER = 0.6  # mean width of a bold letter over its size
+
+
 def svg_page(title: str, width: int, height: float, body: Iterable[str], *, style: str = "") -> str:
     """The SVG text of a picture; `style` adds CSS rules."""
     return "\n".join(
@@ -66,11 +70,28 @@ def svg_page(title: str, width: int, height: float, body: Iterable[str], *, styl
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}{style}</style>",
             f'<rect class="page" width="{width}" height="{height:.0f}"/>',
-            text_at(16, 26, title, "title"),
+            _title(title, width - 2 * TITLE_LEFT),
             *body,
             "</svg>\n",
         ]
     )
+
+
+def _title(title: str, width: float) -> str:
+    """A title that is no wider: a long one is smaller, and shorter in the middle."""
+    letters = int(width / (TITLE_LETTER * MIN_TITLE_SIZE))
+    shown = shorten(title, letters)
+    size = min(TITLE_SIZE, width / (TITLE_LETTER * max(1, len(shown))))
+    style = "" if size == TITLE_SIZE else f' style="font-size:{size:.1f}px"'
+    return f'<text class="title" x="{TITLE_LEFT:.1f}" y="26"{style}>{escape(shown)}</text>'
+
+
+def shorten(text: str, num_characters: int) -> str:
+    """Leave out the middle of a name, as both ends are informative."""
+    if len(text) <= num_characters:
+        return text
+    half = (num_characters - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def text_at(x: float, y: float, text: str, style: str, *, colour: str = "") -> str:

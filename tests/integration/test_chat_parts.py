@@ -6,12 +6,16 @@ import pyarrow as pa
 import pytest
 
 from raymoe.chat.parser import ChatParser
-from raymoe.config import SamplingParams
+from raymoe.config import EngineConfig, SamplingParams
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.manifest import FILE_NAME, Manifest, as_bytes
 from raymoe.data.rows import RowReader
 from raymoe.engine.answers import split_generation
+from raymoe.engine.identity import ModelIdentity
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tokenizer import Chat
+from raymoe.errors import ConfigError
+from raymoe.output_schema import generation_params
 from tests.tiny import CHAT_TEMPLATE, make_checkpoint
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -53,6 +57,19 @@ def test_columns_are_the_same_from_the_journal_and_off_by_choice(model, tmp_path
     assert chat["choices"][0]["reasoning_text"] == chat["reasoning_text"]
     assert (plain["reasoning_text"], plain["generated_text"]) == (None, second)
     assert chat["num_generated_tokens"] == len(chat["generated_tokens"]) == 6
+
+
+@pytest.mark.parametrize(("before", "now"), [("auto", "none"), ("mistral", "think")])
+def test_a_journal_of_another_parser_is_refused(model, tmp_path, before, now):
+    params, config = generation_params({"max_tokens": 6}, None), EngineConfig()
+    manifest = Manifest.of(ModelIdentity.of(model), params, config, reasoning_parser=before)
+    (tmp_path / FILE_NAME).write_bytes(as_bytes(manifest))
+    is_now = {"think": "auto"}.get(now, now)  # the template leads to it
+    with pytest.raises(ConfigError, match=f"reasoning_parser was '{before}', is '{is_now}'"):
+        MoEGenerator(
+            model, sampling_params=params, engine_config=config, reasoning_parser=now,
+            journal_dir=tmp_path,
+        )  # fmt: skip
 
 
 def test_marks_that_are_special_tokens_are_decoded_and_cut():

@@ -13,6 +13,7 @@ from raymoe.errors import ConfigError
 from raymoe.report import (
     MAX_LINES,
     MOMENTS,
+    WHY_SLOWER,
     Line,
     Sample,
     draw_series,
@@ -20,11 +21,11 @@ from raymoe.report import (
     levels,
     make_report,
     rates,
-    short,
     slowest,
     total_rates,
     write_report,
 )
+from raymoe.schedule.draw import shorten, svg_page
 from raymoe.status_view import ActorView, JobView
 from tests.unit.data.jobs import made
 from tests.unit.data.statuses import NOW_S, actor, job, passed, planned, with_plan, write
@@ -97,6 +98,31 @@ def test_a_report_has_all_that_happened(tmp_path, plan):
     for name in ("node-a-1-abc", "node-b-2-def", "all", "max_tokens", "d" * 64):
         assert name in page.texts, name
     assert any("FFN of" in text for text in page.texts)
+
+
+def test_steps_that_take_much_longer_have_a_reason(tmp_path, plan):
+    quick, _ = report(tmp_path / "1", actors=[with_plan(actor(), plan)])
+    assert WHY_SLOWER not in quick.texts
+    one = actor()
+    slow = dataclasses.replace(one.engine, busy_s=7.66 * one.engine.predicted_s)
+    page, _ = report(
+        tmp_path / "2", actors=[with_plan(dataclasses.replace(one, engine=slow), plan)]
+    )
+    assert "+666 %" in page.texts
+    assert WHY_SLOWER in page.texts
+
+
+@pytest.mark.parametrize("name", ["models/" + "very-long-" * 9 + "name", "m" * 500])
+def test_titles_of_pictures_stay_within_them(name):
+    title = f"{name} on a node, schedule micro_batches"
+    page = svg_page(title, 960, 100, ())
+    assert f"<title>{title}</title>" in page
+    size, shown = re.search(r'font-size:([0-9.]+)px">(.*)</text>', page).groups()
+    assert shown.startswith(name[:50])
+    assert shown.endswith("schedule micro_batches")
+    assert 10 <= float(size) < 16
+    assert 0.6 * float(size) * len(shown) <= 960 - 16
+    assert "font-size:" not in svg_page("short", 960, 100, ()).partition("</style>")[2]
 
 
 @pytest.mark.parametrize("has_samples", [False, True])
@@ -231,4 +257,4 @@ def test_a_chart_of_any_length_stays_in_its_frame(seconds):
     assert all(0 <= one <= 960 for one in numbers)
     assert svg.count('class="tick"') < 40
     assert "..." in svg
-    assert len(short("x" * 300)) <= 36
+    assert len(shorten("x" * 300, 36)) <= 36

@@ -48,6 +48,7 @@ def test_a_manifest_comes_back_from_its_file_and_agrees_with_itself(tmp_path):
         (made(tokenizer="9" * 64), "tokenizer was 'eeee"),
         (made(config="9" * 64), "config was 'cccc"),
         (made(chat_template="9" * 64), "chat_template was 'ffff"),
+        (made(reasoning_parser="none"), "reasoning_parser was 'auto', is 'none'"),
     ],
 )  # fmt: skip
 def test_every_other_job_is_refused_with_the_difference(tmp_path, now, expected):
@@ -129,6 +130,17 @@ def test_a_file_that_is_no_manifest_is_refused_with_what_to_do(tmp_path, content
     with pytest.raises(ConfigError, match=rf"{reason}.*--overwrite"):
         manifests.claim(path, made())
     assert path.read_text() == content
+
+
+def test_a_journal_from_before_a_field_goes_on(tmp_path):
+    path = tmp_path / "m.json"
+    before = json.loads(manifests.as_bytes(made()))
+    del before["reasoning_parser"]
+    path.write_text(json.dumps(before))
+    manifests.check(path, made())
+    assert manifests.read(path).digest == made().digest == "0f5d1a9d3ae2b8c65e7db76319c4be55"
+    with pytest.raises(ConfigError, match="reasoning_parser was 'auto', is 'think'"):
+        manifests.check(path, made(reasoning_parser="think"))
 
 
 def test_values_of_wrong_types_are_differences(tmp_path):

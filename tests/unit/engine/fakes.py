@@ -9,7 +9,7 @@ import atexit
 import functools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -153,13 +153,16 @@ class FakeRunner:
         return context
 
 
-def write_byte_tokenizer(directory: Path) -> Path:
-    """A tokenizer with a token for each byte, BOS before text, and a chat template."""
+def write_byte_tokenizer(directory: Path, marks: Sequence[str] = ()) -> Path:
+    """A tokenizer with a token for each byte, BOS before text, and a chat template.
+
+    `marks` are special tokens too, from `VOCAB_SIZE` on.
+    """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     characters = {byte: chr(byte) for byte in visible}
     characters |= {byte: chr(256 + index) for index, byte in enumerate(hidden)}
-    special = [(BOS, "<s>"), (EOS, "</s>")]
+    special = [(BOS, "<s>"), (EOS, "</s>"), *enumerate(marks, VOCAB_SIZE)]
     added = [
         {"id": token, "content": text, "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}

@@ -6,8 +6,10 @@ import json
 import pytest
 import torch
 
+from raymoe.chat.reasoning import HARMONY, find_answer, start_of_text
 from raymoe.config import EngineConfig
 from raymoe.engine.engine import Engine
+from raymoe.engine.reasoning_state import ReasoningState
 from raymoe.engine.tokenizer import Chat
 from tests.unit.engine.fakes import (
     EOS,
@@ -67,6 +69,31 @@ def engine(make_engine):
 
 def chat(start):
     return Chat([{"role": "user", "content": "hi"}], (), {"start": start})
+
+
+@pytest.mark.parametrize(
+    "form", [[], [" ", "<|constrain|>", "json"], ["<|constrain|>", "json"], [" json"]]
+)
+def test_the_answer_of_gpt_oss_begins_after_its_header_whatever_that_says(form):
+    state = ReasoningState(start_of_text(HARMONY, "<|start|>assistant"))
+    thoughts = [
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+        "final",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+    ]
+    header, seen = ["<|channel|>", "final", *form, "<|message|>"], []
+    for number, text in enumerate([*thoughts, *header]):
+        state.push(number)
+        state.find("", text)
+        seen.append(state.is_open)
+    assert seen == [True] * (len(seen) - 1) + [False]
+    text = "".join([*thoughts, *header])
+    assert find_answer(HARMONY, text + "{;}", is_open=None, stop=[";"]) == len(text)
+    assert find_answer(HARMONY, text[:-1], is_open=None, stop=[";"]) is None
 
 
 STARTS = {"opened": "<think>\n", "closed": "<think>\n\n</think>\n\n", "said by the model": ""}
