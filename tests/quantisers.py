@@ -209,7 +209,7 @@ def _mxfp4(stored: Mxfp4, weight: np.ndarray, _scale_dtype: torch.dtype, seed: i
     if stored.scales_suffix == "_scales":
         tensors = {"_blocks": packed, "_scales": scales}
     else:
-        tensors = {".weight": packed.flatten(1), stored.scales_suffix: scales}
+        tensors = {stored.codes_suffix: packed.flatten(1), stored.scales_suffix: scales}
     return tensors, (E2M1[codes] * wide).reshape(rows, columns)
 
 

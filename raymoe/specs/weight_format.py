@@ -299,10 +299,12 @@ class Mxfp4(WeightFormat):
     gpt-oss stores blocks of 32 columns, `_blocks` and `_scales`; models whose other matrices are
     FP8 store whole rows, `.weight`, and name scales as one of `SCALES_SUFFIXES`.
 
-    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss).
+    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss);
+    "mxfp4-pack-quantized" of compressed-tensors 0.20.
     """
 
     scales_suffix: str = "_scales"
+    codes_suffix: str = ".weight"  # of whole rows
     name: str = "mxfp4"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -311,7 +313,7 @@ class Mxfp4(WeightFormat):
         return (
             Piece(
                 name="codes",
-                suffix="_blocks" if has_blocks else ".weight",
+                suffix="_blocks" if has_blocks else self.codes_suffix,
                 shape=(rows, groups, MXFP4_COLUMNS // 2) if has_blocks else (rows, columns // 2),
                 dtypes=("U8", "I8"),
                 column_axis=1,
