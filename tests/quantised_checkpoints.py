@@ -250,6 +250,28 @@ CASES = [
         seed=1,
     ),
     QuantisedCase(
+        name="int4 of AutoRound, some plain",
+        family="qwen3_moe",
+        stored=Gptq(16, has_order=False),
+        config={
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 16,
+            "sym": True,
+            "data_type": "int",
+            "iters": 0,
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {
+                "model.layers.0.self_attn.k_proj": {"bits": 16, "data_type": "float"},
+                r"model\.layers\.\d+\.self_attn\.o_proj": {"bits": 16},
+                "model.layers.1.mlp.experts.5.up_proj": {"bits": 4},
+            },
+        },
+        fields=_QWEN3,
+        excluded=("layers.0.self_attn.k_proj", "o_proj"),
+    ),
+    QuantisedCase(
         name="awq",
         family="qwen3_moe",
         stored=Awq(32),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
 from raymoe.specs.layer_weights import COMPRESSOR, EXPERTS, HEAD, INDEXER, MERGE, MIXERS, ROUTER
 from raymoe.specs.module_patterns import (
+    compiled_pattern,
     is_any,
     name_or_expression,
     prefix_or_suffix,
@@ -49,7 +50,7 @@ _OF_LOADERS = frozenset(
     disable_exllama do_fuse enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
     exllama_config fuse_max_seq_len global_compression_ratio gradient_accumulate_steps hyb_act iters
     kv_cache_quant_algo kv_cache_scheme low_gpu_mem_usage lr max_input_length meta minmax_lr
-    model_file_base_name model_name_or_path model_seqlen
+    model_file_base_name model_free model_name_or_path model_seqlen
     module_name_preceding_first_block modules_to_fuse mse nsamples pad_token_id producer
     quantization_status quantizer scale_dtype seqlen static_groups tokenizer train_bs
     true_sequential use_cuda_fp16 use_exllama version
@@ -79,6 +80,7 @@ _MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config
 _MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
 _LINEAR = "Linear"  # the class of all matrices, as a target of compressed-tensors
 _NAMED_EXPERT = re.compile(r"(?<=experts\.)\d+")
+_REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 _OF_NETWORK = re.compile(r"(\.mlp\.(?:\w+\.)?)(?:\d+\.)?(?:gate|up|down)_proj\.weight$")
 # Read by row, or so small that no method quantises them.
@@ -396,6 +398,67 @@ def _awq(config: Config) -> Quantization:
     )
 
 
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+
+
+def _auto_round(config: Config) -> Quantization:
+    """The `quantization_config` of AutoRound 0.10, with its "extra_config" of single modules."""
+    plain: list[str] = []
+    quantised: list[str] = []
+    accepted: dict[str, tuple[object, ...]] = {
+        "bits": (4,),
+        "act_bits": (16, None),
+        "data_type": ("int", None),
+        "packing_format": (*_PACKINGS, None),
+    }
+    _check(config, accepted, {"group_size", "sym", "extra_config", "to_quant_block_names"})
+    extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise _refusal("extra_config", extra, ("an object with fields for each module",))
+    for name, fields in extra.items():
+        is_plain = isinstance(fields, Mapping) and fields.get("bits") in (16, 32)
+        if not is_plain:
+            _check_same(name, fields, config)
+        (plain if is_plain else quantised).append(str(name))
+    blocks = _prefixes(config)
+    packing, size = str(config.get("packing_format")), _group_size(config)
+    expressions = {name for name in plain if _REGEX_CHARACTERS.intersection(name)}
+    return Quantization(
+        method="auto-round",
+        format=Awq(size) if packing.endswith("awq") else Gptq(size, has_order=False),
+        excluded=tuple(compiled_pattern(name, f"(?:{name})$") for name in sorted(expressions)),
+        excluded_names=_plain_names(set(plain) - expressions),
+        included=tuple(re.compile(re.escape(name)) for name in (*blocks, *quantised))
+        if blocks
+        else None,
+        is_head_plain=not any(name.endswith("lm_head") for name in quantised),
+    )
+
+
+def _check_same(name: object, fields: object, config: Config) -> None:
+    """Refuse a module that is quantised otherwise than the model."""
+    same: dict[str, tuple[object, ...]] = {
+        key: (None, config.get(key)) for key in ("bits", "data_type", "group_size", "sym")
+    }
+    same |= {"act_bits": (16, None)}
+    if not isinstance(fields, Mapping):
+        raise _refusal(f"extra_config.{name}", fields, ("an object",))
+    for key in same.keys() & fields.keys():
+        if fields[key] not in same[key]:
+            raise _refusal(f"extra_config.{name}.{key}", fields[key], same[key])
+
+
+def _prefixes(config: Config) -> list[str]:
+    """Beginnings of the names of the modules that AutoRound quantised; none for all."""
+    found = config.get("block_name_to_quantize") or config.get("to_quant_block_names") or []
+    found = found.split(",") if isinstance(found, str) else found
+    parts = found if isinstance(found, list) else [found]
+    names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(name, str) for name in names):
+        raise _refusal("block_name_to_quantize", found, ("names of modules",))
+    return [str(name).strip() for name in names]
+
+
 def _modelopt(config: Config) -> Quantization:
     """The `quantization_config` of modelopt 0.47, or what its `hf_quant_config.json` holds."""
     found = config.get("quantization", config)
@@ -663,6 +726,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
     "awq": Method("INT4 with a scale and a zero point for each group", _awq),
+    "auto-round": Method("INT4 as GPTQ or AWQ store it", _auto_round),
     "compressed-tensors": Method(
         "INT4 by groups or rows (pack-quantized), FP8 by blocks, rows or matrices "
         "(float-quantized) or 32 elements (mxfp8-quantized), FP4 by 16 elements "

@@ -240,11 +240,13 @@ class PackedInt4(WeightFormat):
 class Gptq(WeightFormat):
     """INT4, eight neighbours of a column per word; zero points are stored minus one.
 
-    Each column names its group, in order or not (act-order). `group_size` is in columns; 0 for
-    whole rows. Source: checkpoint_format "gptq" of GPTQModel 7.7.
+    Each column names its group, in order or not (act-order), except in files of AutoRound.
+    `group_size` is in columns; 0 for whole rows. Source: checkpoint_format "gptq" of GPTQModel 7.7;
+    packing_format "auto_round:auto_gptq" of AutoRound 0.10.
     """
 
     group_size: int
+    has_order: bool = True
     name: str = "gptq"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -261,7 +263,7 @@ class Gptq(WeightFormat):
                 columns=_NIBBLES,
             ),
             *_column_groups(groups, rows, self.group_size),
-            _order(".g_idx", columns),
+            *((_order(".g_idx", columns),) if self.has_order else ()),
         )
 
 

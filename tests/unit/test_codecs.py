@@ -49,6 +49,7 @@ FORMATS = [
     PackedInt4(16, has_zero_points=True, has_order=True),
     Gptq(32),
     Gptq(0),
+    Gptq(32, has_order=False),
     Awq(32),
     Awq(0),
     Mxfp4(),

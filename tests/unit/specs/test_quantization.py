@@ -209,6 +209,17 @@ def tensors(*groups: tuple[dict[str, Any], list[str]]) -> dict[str, Any]:
 
 
 NVFP4_LAYER = {"quant_algo": "NVFP4", "group_size": 16}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "autoround_version": "0.10.2",
+    "iters": 0,
+    "model_free": True,
+}
 FP8_ROWS_GROUP = CHANNELS["config_groups"]["group_0"] | {"format": "float-quantized"}
 ATTENTION = "model.layers.3.self_attn.q_proj.weight"
 LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
@@ -251,6 +262,21 @@ def read(config: Any) -> Quantization:
             {ATTENTION, LATENT, EXPERT, DENSE},
         ),
         (AWQ, Awq(128), {ATTENTION, LATENT, SHARED, EXPERT}),
+        (AUTO_ROUND, Gptq(128, has_order=False), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (  # atbender/Qwen3-REAP-15B-A3B-W4A16 and others: blocks, and modules of their own
+            AUTO_ROUND
+            | {
+                "packing_format": "auto_round:auto_awq",
+                "block_name_to_quantize": "model.layers,other.blocks",
+                "extra_config": {
+                    "lm_head": {"bits": 4, "group_size": 128},
+                    "model.layers.3.self_attn.q_proj": {"bits": 16, "data_type": "float"},
+                    r"model.layers.\d+.mlp.shared_expert.*": {"bits": 16},
+                },
+            },
+            Awq(128),
+            {LATENT, EXPERT, DENSE, HEAD},
+        ),
         (
             {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.3.mlp"]},
             Fp8Channel(),
@@ -641,6 +667,12 @@ def weights(**fields: Any) -> dict[str, Any]:
             "quantized_layers = 'layers.0.ffn.experts'",
         ),
         (FP8 | {"quantized_layers": {"layers.0.ffn.experts": NVFP4_LAYER}}, "no such field"),
+        (AUTO_ROUND | {"bits": 8}, "bits = 8"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
+        (
+            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
+            "extra_config.model.layers.0.mlp.up_proj.bits = 8",
+        ),
         (
             mixed(
                 {
