@@ -402,7 +402,7 @@ def unpack_gptq(matrix: StoredMatrix) -> Codes:
         scales_BG=scales_GO.t(),
         group_size=group_size,
         zeros_OG=nibbles(pieces["zeros"] + _ONE_IN_EACH_NIBBLE).t(),
-        order_I=pieces["order"],
+        order_I=pieces.get("order"),
     )
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.quantisers import quantise
 
 _PROJECTION = re.compile(r"(_proj|_mqa|\.dense|\.w[123])\.weight$")
 _FUSED_EXPERTS = re.compile(r"experts\.(gate_up|down)_proj$")  # [experts, inputs, outputs]
+_STACKED_EXPERTS = re.compile(r"experts\.(gate_up_proj|up_proj|down_proj)$")
 _FILE = "model.safetensors"
 
 
@@ -48,6 +50,8 @@ class QuantisedCase:
         outer: Further fields of `config.json` where quantised.
         excluded: Parts of the names of projections that are not quantised.
         experts: How the experts are stored, if it is another way.
+        modules: Expressions for names of modules -> how they are stored, the first counts, and
+            others are not quantised; experts have names of their own. Empty: by the fields above.
         extra: Ends of names of scales that are stored with each matrix, and not read.
         unread: Parts of names of other tensors that are not read.
         seed: Of weights, orders and zero points.
@@ -61,6 +65,7 @@ class QuantisedCase:
     outer: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     experts: WeightFormat | None = None
+    modules: dict[str, WeightFormat] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     scale_dtype: torch.dtype = torch.float16
@@ -243,6 +248,28 @@ CASES = [
         config=_GPTQ | {"group_size": 32, "desc_act": True, "sym": False},
         fields=_MIXTRAL,
         seed=1,
+    ),
+    QuantisedCase(
+        name="int4 of AutoRound, some plain",
+        family="qwen3_moe",
+        stored=Gptq(16, has_order=False),
+        config={
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 16,
+            "sym": True,
+            "data_type": "int",
+            "iters": 0,
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {
+                "model.layers.0.self_attn.k_proj": {"bits": 16, "data_type": "float"},
+                r"model\.layers\.\d+\.self_attn\.o_proj": {"bits": 16},
+                "model.layers.1.mlp.experts.5.up_proj": {"bits": 4},
+            },
+        },
+        fields=_QWEN3,
+        excluded=("layers.0.self_attn.k_proj", "o_proj"),
     ),
     QuantisedCase(
         name="awq",
@@ -555,9 +582,13 @@ CASES = [
 @functools.cache
 def checkpoints(name: str) -> Checkpoints:
     """The checkpoints of the case of this name; they live as long as the process."""
+    return make_checkpoints(next(case for case in CASES if case.name == name))
+
+
+def make_checkpoints(case: QuantisedCase) -> Checkpoints:
+    """The checkpoints of a case; they live as long as the process."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    case = next(case for case in CASES if case.name == name)
     root = Path(tempfile.mkdtemp(prefix="raymoe-quantised-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     configuration = Configuration(
@@ -566,7 +597,8 @@ def checkpoints(name: str) -> Checkpoints:
     plain, quantised = root / "plain", root / "quantised"
     make_model(configuration).save_pretrained(plain)
     shutil.copytree(plain, quantised)
-    tensors, numbers = _quantised(case, load_file(plain / _FILE))
+    quantised_of = _mixed if case.modules else _quantised
+    tensors, numbers = quantised_of(case, load_file(plain / _FILE))
     save_file(tensors, quantised / _FILE)
     save_file(numbers, plain / _FILE)
     if "quantization" in case.config:
@@ -602,3 +634,39 @@ def _quantised(
         tensors |= {module + suffix: torch.rand(()) for suffix in case.extra}
         numbers[name] = found.exact.float()
     return tensors, numbers
+
+
+def _mixed(
+    case: QuantisedCase, weights: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """As `_quantised`, by the expressions of the case, and with a matrix for each expert."""
+    tensors, numbers = {}, {}
+    for name, weight in weights.items():
+        parts = dict(_matrices(name, weight))
+        for part, matrix in parts.items():
+            module = part.removesuffix(".weight")
+            found = (
+                form for expression, form in case.modules.items() if re.search(expression, module)
+            )
+            stored = next(found, None) if matrix.dim() == 2 else None
+            if stored is None:
+                tensors[part] = matrix
+                continue
+            made = quantise(stored, matrix, scale_dtype=case.scale_dtype, seed=case.seed)
+            tensors |= {module + suffix: tensor for suffix, tensor in made.tensors.items()}
+            tensors |= {module + suffix: torch.rand(()) for suffix in case.extra}
+            parts[part] = made.exact.float()
+        numbers[name] = torch.cat([*parts.values()]).view(weight.shape).contiguous()
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, numbers
+
+
+def _matrices(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or the matrices of experts in it: rows of gate before those of up."""
+    fused = _STACKED_EXPERTS.search(name)
+    if fused is None or weight.dim() != 3:
+        yield name, weight
+        return
+    for expert, matrix in enumerate(weight):
+        projections = fused[1].split("_")[:-1]
+        for part, rows in zip(projections, matrix.chunk(len(projections)), strict=True):
+            yield f"{name[: fused.start(1)]}{expert}.{part}_proj.weight", rows

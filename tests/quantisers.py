@@ -168,7 +168,8 @@ def _packed(stored: PackedInt4, weight: np.ndarray, scale_dtype: torch.dtype, se
 
 def _gptq(stored: Gptq, weight: np.ndarray, scale_dtype: torch.dtype, seed: int):
     """Seeds that are even have neighbours as groups and all zero points at 8."""
-    group = _groups(weight.shape[1], stored.group_size, is_ordered=seed % 2 == 1, seed=seed)
+    is_ordered = stored.has_order and seed % 2 == 1
+    group = _groups(weight.shape[1], stored.group_size, is_ordered=is_ordered, seed=seed)
     zeros = np.full((len(weight), group.max() + 1), 8)
     if seed % 2:
         zeros = np.random.default_rng(seed).integers(0, 16, zeros.shape)
@@ -177,8 +178,9 @@ def _gptq(stored: Gptq, weight: np.ndarray, scale_dtype: torch.dtype, seed: int)
         ".qweight": pack_words(codes.T, 0),
         ".qzeros": pack_words(zeros.T, 1) - 0x11111111,
         ".scales": scales.t().contiguous(),
-        ".g_idx": torch.from_numpy(group).int(),
     }
+    if stored.has_order:
+        tensors[".g_idx"] = torch.from_numpy(group).int()
     return tensors, exact
 
 
@@ -209,7 +211,7 @@ def _mxfp4(stored: Mxfp4, weight: np.ndarray, _scale_dtype: torch.dtype, seed: i
     if stored.scales_suffix == "_scales":
         tensors = {"_blocks": packed, "_scales": scales}
     else:
-        tensors = {".weight": packed.flatten(1), stored.scales_suffix: scales}
+        tensors = {stored.codes_suffix: packed.flatten(1), stored.scales_suffix: scales}
     return tensors, (E2M1[codes] * wide).reshape(rows, columns)
 
 

@@ -38,10 +38,10 @@ LOCALS = {
     "cli/storage.py": {"words": "NoSuchKey|404"},
     "specs/quantization.py": {"name": "self_attn.q_proj"},
 }
-# Patterns of configurations, for which `specs.quantization` decides what is understood; those
+# Patterns of configurations, for which `specs.module_patterns` decides what is understood; those
 # for messages of llguidance, which the worker cuts, and for names of files.
 BUILT_ELSEWHERE = {
-    "specs/quantization.py": {"expression"},
+    "specs/module_patterns.py": {"expression"},
     "specs/adapter_config.py": {"expression"},
     "engine/grammar_errors.py": {"pattern"},
     "specs/other_formats.py": {"pattern"},

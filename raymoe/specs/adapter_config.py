@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from raymoe.specs.files import CONFIG_FILE, expanded, is_hub_name, read_json_object
+from raymoe.specs.module_patterns import checked_expression
 from raymoe.specs.other_formats import ADAPTER_FILE, ADAPTER_WEIGHTS, MERGE_ADAPTER
-from raymoe.specs.quantization import checked_expression
 
 MAX_RANK = 1 << 16
 MAX_PATTERNS = 1024  # each of them may be tried for each tensor

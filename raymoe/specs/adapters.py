@@ -19,8 +19,13 @@ from raymoe.specs.weight_names import Location, StoredTensors, unquantised_tenso
 PREFIX = "base_model.model."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _FACTOR = re.compile(r"(.+)\.lora_(?:(A|B)\.(weight|bias)|embedding_(A|B))")
+# Names in a state_dict, which save_pretrained of PEFT writes without that of the adapter.
+_NAMED = re.compile(
+    r".+\.(?:lora_(?:embedding_)?[AB]|modules_to_save)\.([\w-]+)(?:\.(?:weight|bias))?"
+)
 _OTHER_KINDS = re.compile(r"\.(lora_\w+|token_adapter|\w+_adapter)\b")
 _WRAPPED = ".base_layer"
+_LABEL_HEADS = ("score", "classifier")  # modules of classifiers in transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +105,16 @@ def find_changes(
         elif not any(names.is_unread(patch.module) for names in chosen):
             raise CheckpointError(
                 f"{config.where}: tensor {patch.describe()!r} changes {patch.module}, which "
-                f"{spec.name} does not have ({spec.model_type}); the adapter may be one of "
-                f"{config.base or 'another model'}"
+                f"{spec.name} does not have ({spec.model_type}); {_advice(config, patch)}"
             )
     return found
+
+
+def _advice(config: AdapterConfig, patch: _Patch) -> str:
+    if patch.module.removesuffix(".weight") in _LABEL_HEADS:
+        merged = MERGE_ADAPTER.replace("ForCausalLM", "ForSequenceClassification")
+        return f"it is the head of a classifier, whose labels its model must have: {merged}"
+    return f"the adapter may be one of {config.base or 'another model'}"
 
 
 def _patches(shapes: Mapping[str, Shape]) -> Iterator[_Patch]:
@@ -116,6 +127,13 @@ def _patches(shapes: Mapping[str, Shape]) -> Iterator[_Patch]:
             )
         name = tensor.removeprefix(PREFIX)
         match = _FACTOR.fullmatch(name)
+        named = _NAMED.fullmatch(name) if match is None else None
+        if named is not None:
+            raise CheckpointError(
+                f"{ADAPTER_WEIGHTS}: tensor {tensor!r} has the name of an adapter in its own, "
+                f"{named[1]!r}, with which PEFT reads none; write the adapter with save_pretrained "
+                "of PEFT, or the tensors under names without it"
+            )
         other = _OTHER_KINDS.search(name)
         if match is None and other is not None:
             raise UnsupportedModelError(

@@ -1,7 +1,7 @@
 """A model's computation and weight storage, as pure data."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from raymoe.specs.config import (
     log_unread,
 )
 from raymoe.specs.families import in_class_fields, text_part
+from raymoe.specs.families.stored_names import namings_of
 from raymoe.specs.files import read_config
 from raymoe.specs.layer_config import (
     parse_attention,
@@ -60,8 +61,9 @@ from raymoe.specs.layers import (
     SharedSpec,
     StatefulSpec,
 )
+from raymoe.specs.module_patterns import name_or_expression
 from raymoe.specs.ngram_config import ngram_layers
-from raymoe.specs.quantization import Quantization, name_or_expression, parse_quantization
+from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
 from raymoe.specs.weight_format import PLAIN_FORMATS, Fp8Block, Int8Channel, WeightFormat
 
@@ -294,7 +296,22 @@ class ModelSpec:
         found = LAYER_NUMBER.search(name)
         if found is not None and self.num_past_tokens:
             name = f"{layer_prefix(self.stored_layer(int(found[1])))}{name[found.end() :]}"
-        return self.quantization.format_of(name)
+        return self.quantization.format_of(name, self._stored_modules)
+
+    def _stored_modules(self, name: str) -> Iterator[str]:
+        """Names that this family has for a matrix's module, or for the one that it is a part of."""
+        found = LAYER_NUMBER.search(name)
+        if found is None:
+            return
+        i, rest = int(found[1]), name[found.end() :]
+        for naming in namings_of(self.model_type, self.wrapper, is_own=True):
+            number, module = i, naming.module_of(rest)
+            if naming.numbers_networks:
+                number += sum(layer.has_network for layer in self.layers[: i + 1])
+                number -= self.layers[i].has_network and not rest.startswith("mlp.")
+            elif f"{module}.weight" == rest:  # it says nothing of this module
+                continue
+            yield naming.layers.format(layer=number) + module
 
     def stored_layer(self, i: int) -> int:
         """The number of layer `i` in checkpoints, where layers of n-grams are part of the next."""

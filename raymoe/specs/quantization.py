@@ -1,17 +1,21 @@
-"""Read `quantization_config`; its module patterns are checked before they are compiled.
-
-An accepted pattern consists of names, `.*`, `.+`, digits, character classes and groups without
-repetition, and there are few ways to match a name with it, so no module name makes matching slow.
-"""
+"""Read `quantization_config`: which matrices a checkpoint has quantised, and in which formats."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
 from raymoe.specs.layer_weights import COMPRESSOR, EXPERTS, HEAD, INDEXER, MERGE, MIXERS, ROUTER
+from raymoe.specs.module_patterns import (
+    compiled_pattern,
+    is_any,
+    name_or_expression,
+    prefix_or_suffix,
+    spellings_of,
+    wildcard,
+    with_parents,
+)
 from raymoe.specs.weight_format import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -31,130 +35,8 @@ from raymoe.specs.weight_format import (
     WeightFormat,
 )
 
-MAX_WAYS, MAX_PATTERN_CHARACTERS = 2_000_000, 100_000
-NAME_CHARACTERS = 100  # of a module, about
 WEIGHTS = ("bf16", "fp8", "int4", "mxfp4", "mxfp8", "nvfp4")  # `quantization_of`
-_UNDERSTOOD = re.compile(
-    r"(?: [\w\-/ ] | \.[*+]? | \\\. | \\d\+? | \[[\w\-]+\]\+? | \(\?: | [()|^$] )*", re.VERBOSE
-)
-_ONE_EXPERT = re.compile(r"experts\\?\.[\d\[]")
 _OTHER_EXPERT = re.compile(r"experts\.[1-9]")
-_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
-# Other names of canonical modules (`specs.layer_weights`) in checkpoints and in transformers.
-_SPELLINGS = (
-    ("model.", ("language_model.model.", "model.language_model.", "thinker.model.")),
-    ("lm_head", ("language_model.lm_head", "thinker.lm_head")),
-    ("mlp.shared_expert.", ("mlp.shared_experts.", "mlp.shared_mlp.")),
-    ("mlp.", ("block_sparse_moe.",)),
-    ("gate_proj", ("w1",)),
-    ("up_proj", ("w3",)),
-    ("down_proj", ("w2",)),
-)
-# Prefixes of names in models that wrap a language model.
-_WRAPPERS = (
-    ("model.", "model.language_model."),
-    ("model.layers.", "language_model.model.layers."),
-    (HEAD.removesuffix(".weight"), "language_model.lm_head"),
-)
-
-
-def prefix_or_suffix(pattern: str) -> re.Pattern[str]:
-    """Match a module prefix or a literal suffix (`should_convert_module`, transformers 5.23)."""
-    return _compiled(pattern, rf"(?:{pattern}){_BOUNDARY}|.*{re.escape(pattern)}$")
-
-
-def name_or_expression(pattern: str) -> re.Pattern[str]:
-    """Match a name, or a prefix after "re:" (`match_name` of compressed-tensors 0.20)."""
-    expression = pattern.removeprefix("re:")
-    is_expression = expression != pattern
-    return _compiled(expression, expression if is_expression else re.escape(pattern) + "$")
-
-
-def wildcard(pattern: str) -> re.Pattern[str]:
-    """Match a name with "*" for any part of it, or modules inside it (modelopt 0.47)."""
-    expression = pattern.replace(".", r"\.").replace("*", ".*")
-    return _compiled(expression, rf"(?:{expression})(?:\..*)?$")
-
-
-def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    names = _spellings(module)
-    return any(pattern.match(name) for pattern in patterns for name in names)
-
-
-def _spellings(module: str) -> set[str]:
-    """The names that a module may have in checkpoints and in transformers."""
-    names = {module}
-    for ours, theirs in _SPELLINGS:
-        names |= {name.replace(ours, other) for name in names for other in theirs}
-    for inner, outer in _WRAPPERS:
-        names |= {outer + name.removeprefix(inner) for name in names if name.startswith(inner)}
-    return names
-
-
-def _with_parents(module: str) -> Iterable[str]:
-    """The name of a module, and those of the modules around it."""
-    return accumulate(module.split("."), "{}.{}".format)
-
-
-def checked_expression(pattern: str, expression: str) -> re.Pattern[str]:
-    """Compile an expression that holds a pattern for names of modules.
-
-    Raises:
-        UnsupportedModelError: It is not understood, or may take long to match.
-    """
-    if len(pattern) > MAX_PATTERN_CHARACTERS or not _UNDERSTOOD.fullmatch(pattern):
-        raise UnsupportedModelError(
-            f"module pattern {pattern!r:.200} is not understood; supported: names with '.*', '.+', "
-            f"digits, classes and groups, of at most {MAX_PATTERN_CHARACTERS} characters"
-        )
-    if _num_ways(pattern) > MAX_WAYS:
-        raise UnsupportedModelError(
-            f"module pattern {pattern!r:.200} may match a name in more than {MAX_WAYS} ways, which "
-            "takes too long; use at most three '.*', and fewer alternatives one after another"
-        )
-    try:
-        return re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UnsupportedModelError(f"module pattern {pattern!r:.200}: {error}") from error
-
-
-def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
-    compiled = checked_expression(pattern, expression)
-    if _ONE_EXPERT.search(pattern):
-        raise UnsupportedModelError(
-            f"module pattern {pattern!r:.200} names one expert; the experts of a layer must be "
-            "stored in the same format"
-        )
-    return compiled
-
-
-_TOKEN = re.compile(r"\\d\+?|\\.|\.[*+]|\[[\w\-]+\]\+?|\(\?:|.", re.DOTALL)
-
-
-def _num_ways(pattern: str) -> int:
-    """Return about how often `re` may have to try: it goes back over what repeats or has choices.
-
-    What follows one another multiplies, alternatives add up. A repetition at the end is not tried
-    again.
-    """
-    levels = [(0, 1)]  # of groups: the alternatives before, and the present one
-    for token in _TOKEN.findall(pattern.removesuffix(".*")):
-        others, ways = levels[-1]
-        if token in ("(", "(?:"):
-            levels.append((0, 1))
-            continue
-        if token == "|":
-            levels[-1] = (others + ways, 1)
-        elif token == ")" and len(levels) > 1:
-            levels.pop()
-            before, product = levels[-1]
-            levels[-1] = (before, min(product * (others + ways), MAX_WAYS + 1))
-        elif token.endswith(("*", "+")):
-            repeats = len("100") if token.startswith("\\d") else NAME_CHARACTERS
-            levels[-1] = (others, min(ways * repeats, MAX_WAYS + 1))
-    return max(others + ways for others, ways in levels)
-
-
 Config = Mapping[str, object]
 BLOCKS = ([FP8_ROWS, FP8_COLUMNS], (FP8_ROWS, FP8_COLUMNS))
 MICRO_BLOCKS = ([1, MXFP8_COLUMNS], (1, MXFP8_COLUMNS), None)
@@ -168,9 +50,10 @@ _OF_LOADERS = frozenset(
     disable_exllama do_fuse enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
     exllama_config fuse_max_seq_len global_compression_ratio gradient_accumulate_steps hyb_act iters
     kv_cache_quant_algo kv_cache_scheme low_gpu_mem_usage lr max_input_length meta minmax_lr
-    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
-    modules_to_fuse mse nsamples pad_token_id producer quantization_status quantizer scale_dtype
-    seqlen static_groups tokenizer train_bs true_sequential use_cuda_fp16 use_exllama version
+    model_file_base_name model_free model_name_or_path model_seqlen
+    module_name_preceding_first_block modules_to_fuse mse nsamples pad_token_id producer
+    quantization_status quantizer scale_dtype seqlen static_groups tokenizer train_bs
+    true_sequential use_cuda_fp16 use_exllama version
     """.split()  # noqa: SIM905 - sixty names read better as words
 )
 _GPTQ_FIELDS = frozenset(
@@ -188,12 +71,16 @@ _MODELOPT: Mapping[str, tuple[WeightFormat, int]] = {
     "W4A16_NVFP4": (Nvfp4(), NVFP4_COLUMNS),
     "MXFP8": (Mxfp8(), MXFP8_COLUMNS),
     "FP8": (Fp8Tensor(), 0),
+    "FP8_PER_CHANNEL_PER_TOKEN": (Fp8Channel(), 0),
+    "FP8_PB_WO": (Fp8Block(".weight_scale"), FP8_COLUMNS),
+    "FP8_BLOCK_SCALES": (Fp8Block(), FP8_COLUMNS),
 }
 # "config_groups" repeats "quant_algo".
 _MODELOPT_FIELDS = frozenset({"quant_algo", "exclude_modules", "ignore", "config_groups"})
 _MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
 _LINEAR = "Linear"  # the class of all matrices, as a target of compressed-tensors
 _NAMED_EXPERT = re.compile(r"(?<=experts\.)\d+")
+_REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 _EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+")
 _OF_NETWORK = re.compile(r"(\.mlp\.(?:\w+\.)?)(?:\d+\.)?(?:gate|up|down)_proj\.weight$")
 # Read by row, or so small that no method quantises them.
@@ -218,25 +105,37 @@ _ACTIVATION_SCALES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGroup:
-    """Modules that are stored in one format, where a checkpoint has several."""
+    """Modules that are stored in one format, where a checkpoint has several.
+
+    Attributes:
+        names: Their names; without names and a pattern, the group has all modules.
+        has_children: Whether the names are also those of modules around them.
+        pattern: An expression for their names.
+    """
 
     format: WeightFormat
-    names: frozenset[str] = frozenset()  # of modules, or of modules around them
-    patterns: tuple[re.Pattern[str], ...] = ()
-    has_all_others: bool = False  # those that no group names
+    names: frozenset[str] = frozenset()
+    has_children: bool = False
+    pattern: re.Pattern[str] | None = None
 
-    def is_named(self, module: str) -> bool:
-        parents = {parent for name in _spellings(module) for parent in _with_parents(name)}
-        return not parents.isdisjoint(self.names)
+    def has(self, spellings: Set[str]) -> bool:
+        """Whether a module with these names is one of them."""
+        if self.pattern is not None:
+            return is_any((self.pattern,), spellings)
+        if self.has_children:
+            spellings = {parent for name in spellings for parent in with_parents(name)}
+        return not self.names or not self.names.isdisjoint(spellings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     method: str
     format: WeightFormat  # with `groups`, that of the first
-    # Modules by format: one that no group has is stored plainly. Empty: `format` for all.
+    # The first that has a module says its format; one that none has is stored plainly. Empty:
+    # `format` for all.
     groups: tuple[ModuleGroup, ...] = ()
     excluded: tuple[re.Pattern[str], ...] = ()  # modules that are not quantised
+    excluded_names: frozenset[str] = frozenset()  # and their names
     # The only ones that are quantised; None: all that are not excluded.
     included: tuple[re.Pattern[str], ...] | None = None
     is_head_plain: bool = True  # whether the head is excluded implicitly
@@ -264,7 +163,8 @@ class Quantization:
     def formats(self) -> tuple[WeightFormat, ...]:
         """The formats of its matrices."""
         others = () if self.experts is None else (self.experts,)
-        return tuple(group.format for group in self.groups) or (self.format, *others)
+        of_groups = dict.fromkeys(group.format for group in self.groups)
+        return tuple(of_groups) or (self.format, *others)
 
     def with_formats(
         self, change: Callable[[WeightFormat], WeightFormat], experts: WeightFormat | None
@@ -282,14 +182,21 @@ class Quantization:
         is_merged = bool(self.merged) and _network_of(name) in self.merged
         return is_merged or name.endswith(self.decoded)
 
-    def format_of(self, name: str) -> WeightFormat | None:
-        """The stored format of a matrix by canonical name, or None; one for a layer's experts."""
+    def format_of(
+        self, name: str, modules: Callable[[str], Iterable[str]] = lambda _name: ()
+    ) -> WeightFormat | None:
+        """The stored format of a matrix by canonical name, or None; one for a layer's experts.
+
+        Args:
+            name: The name.
+            modules: Returns names that its module has in this family alone.
+        """
         name = _EXPERT_NUMBER.sub("0", name, count=1)
         if name not in self._known:
-            self._known[name] = self._find(name)
+            self._known[name] = self._find(name, modules)
         return self._known[name]
 
-    def _find(self, name: str) -> WeightFormat | None:
+    def _find(self, name: str, modules: Callable[[str], Iterable[str]]) -> WeightFormat | None:
         is_matrix = name.endswith(".weight")  # instead of what is added to rows
         if not is_matrix or any(plain in name for plain in _ALWAYS_PLAIN):
             return None
@@ -298,24 +205,16 @@ class Quantization:
         module = name.removesuffix(".weight")
         renamed = next((pair for pair in self.module_names if pair[0] in module), ("", ""))
         module = module.replace(*renamed, 1)
-        is_excluded = is_matched(module, self.excluded)
+        spellings = set().union(*map(spellings_of, (module, *modules(name))))
+        is_excluded = is_any(self.excluded, spellings)
+        is_excluded |= not self.excluded_names.isdisjoint(spellings)
         if self.included is not None:
-            is_excluded |= not is_matched(module, self.included)
+            is_excluded |= not is_any(self.included, spellings)
         if is_excluded:
             return None
         if self.groups:
-            return self._format_of_group(module)
+            return next((group.format for group in self.groups if group.has(spellings)), None)
         return self.experts if self.experts is not None and EXPERTS in name else self.format
-
-    def _format_of_group(self, module: str) -> WeightFormat | None:
-        """A name comes before an expression, and the group that is written first before others."""
-        for group in self.groups:
-            if group.is_named(module):
-                return group.format
-        for group in self.groups:
-            if is_matched(module, group.patterns):
-                return group.format
-        return next((group.format for group in self.groups if group.has_all_others), None)
 
 
 def _network_of(name: str) -> str:
@@ -389,7 +288,12 @@ def _fp8(config: Config) -> Quantization:
         "store_dtype": ("mxfp4", "fp8", None),
         "mxfp4_block_size": (MXFP4_COLUMNS, None),
     }
-    _check(config, accepted, {"modules_to_not_convert", "ignored_layers"})
+    used = {"modules_to_not_convert", "ignored_layers"}
+    if config.get("moe_quant_algo") is not None:  # modelopt says of the experts what it says of all
+        accepted |= {"quant_algo": (_MIXED, None), "group_size": (NVFP4_COLUMNS, None)}
+        used |= {"config_groups", "ignore", _LAYERS}
+        _check_experts(config)
+    _check(config, accepted, used)
     one_scale = Fp8Tensor(scales_suffix=".weight_scale_inv")
     of_transformers = _names(config, "modules_to_not_convert")
     names = of_transformers or _names(config, "ignored_layers")
@@ -401,6 +305,16 @@ def _fp8(config: Config) -> Quantization:
         excluded=tuple(map(_name_of_fp8, names)),
         is_head_plain=not of_transformers,  # vLLM, which names the others, has no head of FP8
     )
+
+
+def _check_experts(config: Config) -> None:
+    """Refuse "quantized_layers" with other modules or formats than those of "moe_quant_algo"."""
+    layers = config.get(_LAYERS) or {}
+    stored, _ = _MODELOPT["NVFP4"]
+    for group in _groups_of_layers(layers) if layers else ():
+        others = {name for name in group.names if not name.endswith(".experts")}
+        if others or group.format != stored:
+            raise _refusal(_LAYERS, min(others or group.names), ("NVFP4 of 'experts'",))
 
 
 def _fp4_experts(config: Config) -> WeightFormat | None:
@@ -485,6 +399,67 @@ def _awq(config: Config) -> Quantization:
     )
 
 
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+
+
+def _auto_round(config: Config) -> Quantization:
+    """The `quantization_config` of AutoRound 0.10, with its "extra_config" of single modules."""
+    plain: list[str] = []
+    quantised: list[str] = []
+    accepted: dict[str, tuple[object, ...]] = {
+        "bits": (4,),
+        "act_bits": (16, None),
+        "data_type": ("int", None),
+        "packing_format": (*_PACKINGS, None),
+    }
+    _check(config, accepted, {"group_size", "sym", "extra_config", "to_quant_block_names"})
+    extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise _refusal("extra_config", extra, ("an object with fields for each module",))
+    for name, fields in extra.items():
+        is_plain = isinstance(fields, Mapping) and fields.get("bits") in (16, 32)
+        if not is_plain:
+            _check_same(name, fields, config)
+        (plain if is_plain else quantised).append(str(name))
+    blocks = _prefixes(config)
+    packing, size = str(config.get("packing_format")), _group_size(config)
+    expressions = {name for name in plain if _REGEX_CHARACTERS.intersection(name)}
+    return Quantization(
+        method="auto-round",
+        format=Awq(size) if packing.endswith("awq") else Gptq(size, has_order=False),
+        excluded=tuple(compiled_pattern(name, f"(?:{name})$") for name in sorted(expressions)),
+        excluded_names=_plain_names(set(plain) - expressions),
+        included=tuple(re.compile(re.escape(name)) for name in (*blocks, *quantised))
+        if blocks
+        else None,
+        is_head_plain=not any(name.endswith("lm_head") for name in quantised),
+    )
+
+
+def _check_same(name: object, fields: object, config: Config) -> None:
+    """Refuse a module that is quantised otherwise than the model."""
+    same: dict[str, tuple[object, ...]] = {
+        key: (None, config.get(key)) for key in ("bits", "data_type", "group_size", "sym")
+    }
+    same |= {"act_bits": (16, None)}
+    if not isinstance(fields, Mapping):
+        raise _refusal(f"extra_config.{name}", fields, ("an object",))
+    for key in same.keys() & fields.keys():
+        if fields[key] not in same[key]:
+            raise _refusal(f"extra_config.{name}.{key}", fields[key], same[key])
+
+
+def _prefixes(config: Config) -> list[str]:
+    """Beginnings of the names of the modules that AutoRound quantised; none for all."""
+    found = config.get("block_name_to_quantize") or config.get("to_quant_block_names") or []
+    found = found.split(",") if isinstance(found, str) else found
+    parts = found if isinstance(found, list) else [found]
+    names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(name, str) for name in names):
+        raise _refusal("block_name_to_quantize", found, ("names of modules",))
+    return [str(name).strip() for name in names]
+
+
 def _modelopt(config: Config) -> Quantization:
     """The `quantization_config` of modelopt 0.47, or what its `hf_quant_config.json` holds."""
     found = config.get("quantization", config)
@@ -530,7 +505,14 @@ def _groups_of_layers(layers: object) -> tuple[ModuleGroup, ...]:
         if not isinstance(entry, Mapping):
             raise _refusal(f"{_LAYERS}.{name}", entry, ("an object",))
         _add_name(formats, str(name), _modelopt_format(entry, tuple(_MODELOPT)))
-    return _groups_of_names(formats)
+    depths = {name.count(".") for name in formats}
+    return tuple(
+        replace(group, has_children=True)
+        for depth in sorted(depths, reverse=True)  # a module comes before those around it
+        for group in _groups_of_names(
+            {name: stored for name, stored in formats.items() if name.count(".") == depth}
+        )
+    )
 
 
 def _add_name(formats: dict[str, WeightFormat], name: str, stored: WeightFormat) -> None:
@@ -562,43 +544,75 @@ def _compressed_tensors(config: Config) -> Quantization:
     found = config.get("config_groups")
     if not isinstance(found, Mapping) or not found:
         raise _refusal("config_groups", found, ("an object with groups",))
-    groups = tuple(_tensors_group(group, config.get("format")) for group in found.values())
-    has_one_format = len(groups) == 1 and groups[0].has_all_others
+    targets: dict[str, WeightFormat] = {}
+    for group in found.values():  # a target in two groups is one of the last
+        targets |= _tensors_group(group, config.get("format"))
+    if not targets:
+        raise _refusal("config_groups", found, ("groups with weights",))
+    formats, ignored = set(targets.values()), _names(config, "ignore")
+    has_one_format = len(formats) == 1 and _LINEAR in targets
+    groups = _groups_of_targets(targets)
     return Quantization(
         method="compressed-tensors",
         format=groups[0].format,
         groups=() if has_one_format else groups,
-        excluded=tuple(map(name_or_expression, _names(config, "ignore"))),
+        excluded=tuple(name_or_expression(name) for name in ignored if _is_expression(name)),
+        excluded_names=_plain_names(name for name in ignored if not _is_expression(name)),
         is_head_plain=False,
         unread=_ACTIVATION_SCALES,
     )
 
 
-def _tensors_group(group: object, layout: object) -> ModuleGroup:
-    """A group of compressed-tensors, whose "format" comes before that of all groups."""
+def _tensors_group(group: object, layout: object) -> dict[str, WeightFormat]:
+    """The targets of a group of compressed-tensors, whose "format" comes before that of all."""
     if not isinstance(group, Mapping):
         raise _refusal("config_groups", group, ("objects",))
+    used = {"weights", "input_activations", "targets", "format"}
+    _check(group, {"output_activations": (None,)}, used)
+    if group.get("weights") is None:  # activations alone, such as those of attention
+        return {}
     layouts = tuple(_LAYOUTS) if layout == "mixed-precision" else (layout,)
     own = layout if group.get("format") is None else group.get("format")
     if own not in layouts:
         raise _refusal("config_groups.format", own, layouts)
-    used = {"weights", "input_activations", "targets", "format"}
-    _check(group, {"output_activations": (None,)}, used)
     if own == "int-quantized":
         _check_int8_activations(group.get("input_activations"))
     stored = _weights_format(group.get("weights"), str(own))
     targets = _names(group, "targets")
-    if not targets:
-        raise _refusal("config_groups.targets", targets, ("names of modules", "'Linear'"))
+    others = [target for target in targets if _is_class(target) and target != _LINEAR]
+    if others or not targets:
+        raise _refusal(
+            "config_groups.targets", next(iter(others), None), (_LINEAR, "names", "re:EXPRESSION")
+        )
+    return dict.fromkeys(targets, stored)
+
+
+def _plain_names(names: Iterable[str]) -> frozenset[str]:
+    """Names of modules, those of the experts of a layer as one (`format_of`)."""
+    return frozenset(_NAMED_EXPERT.sub("0", name, count=1) for name in names)
+
+
+def _is_expression(name: str) -> bool:
+    return name.startswith("re:")
+
+
+def _is_class(target: str) -> bool:
+    """Whether a target means the modules of a class, such as Linear."""
+    return target[:1].isupper() and target.isidentifier()
+
+
+def _groups_of_targets(targets: Mapping[str, WeightFormat]) -> tuple[ModuleGroup, ...]:
+    """Names, expressions by alphabet, and Linear (`match_targets` of compressed-tensors 0.20)."""
     names: dict[str, WeightFormat] = {}
-    for target in targets:
-        if not target.startswith("re:") and target != _LINEAR:
+    for target, stored in targets.items():
+        if target != _LINEAR and not _is_expression(target):
             _add_name(names, target, stored)
-    return ModuleGroup(
-        format=stored,
-        names=frozenset(names),
-        patterns=tuple(name_or_expression(each) for each in targets if each.startswith("re:")),
-        has_all_others=_LINEAR in targets,
+    expressions = sorted(filter(_is_expression, targets))
+    patterns = ((targets[each], name_or_expression(each)) for each in expressions)
+    return (
+        *_groups_of_names(names),
+        *(ModuleGroup(format=stored, pattern=pattern) for stored, pattern in patterns),
+        *(ModuleGroup(format=targets[each]) for each in targets if each == _LINEAR),
     )
 
 
@@ -620,6 +634,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "mxfp8-quantized": _Layout(
         8, "float", ("group",), (None, "torch.uint8", "uint8"), MXFP8_COLUMNS
     ),
+    "mxfp4-pack-quantized": _Layout(
+        4, "float", ("group",), (None, "torch.uint8", "uint8"), MXFP4_COLUMNS
+    ),
     "nvfp4-pack-quantized": _Layout(
         4,
         "float",
@@ -630,6 +647,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
 }
 _MICRO_FORMATS: Mapping[str, WeightFormat] = {
     "mxfp8-quantized": Mxfp8(),
+    "mxfp4-pack-quantized": Mxfp4(".weight_scale", ".weight_packed"),
     "nvfp4-pack-quantized": Nvfp4(is_divided=True),
 }
 
@@ -703,16 +721,18 @@ METHODS: Mapping[str, Method] = {
     "mxfp4": Method("FP4 (e2m1) of experts, a scale for 32 elements", _mxfp4),
     "mxfp8": Method("FP8 (e4m3), a scale for 32 elements", _fp8),
     "modelopt": Method(
-        "FP4 (e2m1), a scale for 16 elements (NVFP4); FP8, a scale for 32 elements (MXFP8) or a "
-        "matrix (FP8)",
+        "FP4 (e2m1), a scale for 16 elements (NVFP4); FP8, a scale for 32 elements (MXFP8), a "
+        "matrix (FP8), a row or 128 x 128 elements",
         _modelopt,
     ),
     "gptq": Method("INT4 with a scale and a zero point for each group, in any order", _gptq),
     "awq": Method("INT4 with a scale and a zero point for each group", _awq),
+    "auto-round": Method("INT4 as GPTQ or AWQ store it", _auto_round),
     "compressed-tensors": Method(
         "INT4 by groups or rows (pack-quantized), FP8 by blocks, rows or matrices "
         "(float-quantized) or 32 elements (mxfp8-quantized), FP4 by 16 elements "
-        "(nvfp4-pack-quantized), int8 by rows with inputs of int8 (int-quantized, W8A8)",
+        "(nvfp4-pack-quantized) or 32 (mxfp4-pack-quantized), int8 by rows with "
+        "inputs of int8 (int-quantized, W8A8)",
         _compressed_tensors,
     ),
 }

@@ -240,11 +240,13 @@ class PackedInt4(WeightFormat):
 class Gptq(WeightFormat):
     """INT4, eight neighbours of a column per word; zero points are stored minus one.
 
-    Each column names its group, in order or not (act-order). `group_size` is in columns; 0 for
-    whole rows. Source: checkpoint_format "gptq" of GPTQModel 7.7.
+    Each column names its group, in order or not (act-order), except in files of AutoRound.
+    `group_size` is in columns; 0 for whole rows. Source: checkpoint_format "gptq" of GPTQModel 7.7;
+    packing_format "auto_round:auto_gptq" of AutoRound 0.10.
     """
 
     group_size: int
+    has_order: bool = True
     name: str = "gptq"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -261,7 +263,7 @@ class Gptq(WeightFormat):
                 columns=_NIBBLES,
             ),
             *_column_groups(groups, rows, self.group_size),
-            _order(".g_idx", columns),
+            *((_order(".g_idx", columns),) if self.has_order else ()),
         )
 
 
@@ -299,10 +301,12 @@ class Mxfp4(WeightFormat):
     gpt-oss stores blocks of 32 columns, `_blocks` and `_scales`; models whose other matrices are
     FP8 store whole rows, `.weight`, and name scales as one of `SCALES_SUFFIXES`.
 
-    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss).
+    Source: OCP Microscaling Formats 1.0, section 5; `Mxfp4Config` of transformers (gpt-oss);
+    "mxfp4-pack-quantized" of compressed-tensors 0.20.
     """
 
     scales_suffix: str = "_scales"
+    codes_suffix: str = ".weight"  # of whole rows
     name: str = "mxfp4"
 
     def pieces(self, rows: int, columns: int) -> tuple[Piece, ...]:
@@ -311,7 +315,7 @@ class Mxfp4(WeightFormat):
         return (
             Piece(
                 name="codes",
-                suffix="_blocks" if has_blocks else ".weight",
+                suffix="_blocks" if has_blocks else self.codes_suffix,
                 shape=(rows, groups, MXFP4_COLUMNS // 2) if has_blocks else (rows, columns // 2),
                 dtypes=("U8", "I8"),
                 column_axis=1,

@@ -36,6 +36,12 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 # Tensors that predict a second token: layers that hold such a matrix (DeepSeek-V3, GLM), or modules
 # whose names begin like this (ERNIE, MiMo, EXAONE).
 _PREDICTOR_MARK = "eh_proj.weight"
+# Ends of the names of tensors beside codes, or of codes.
+_OF_CODES = (
+    *(".weight_packed", ".qweight", ".weight_scale_2", ".weight_scale", ".weight_scale_inv"),
+    *(".scales", ".scale"),
+)
+_OF_NVFP4 = (".weight_scale_2", ".weight_global_scale")
 _MLX_EXPERTS = ".switch_mlp."
 _PREDICTORS = ("model.mtp_", "mtp.", "model.mtp.")
 
@@ -188,8 +194,11 @@ def _with_stored_scales(spec: ModelSpec, stored: Collection[str]) -> ModelSpec:
     if found is None:
         return spec
     experts = [name for name in stored if f".{EXPERTS.removeprefix('mlp.')}" in name]
+    # FP4 of NVIDIA has scales of one of these names too.
+    in_fp4 = {name.removesuffix(end) for end in _OF_NVFP4 for name in stored if name.endswith(end)}
+    others = [name for name in stored if name.rpartition(".")[0] not in in_fp4]
     found = found.with_formats(
-        lambda form: _with_suffix(form, stored),
+        lambda form: _with_suffix(form, others),
         experts=None if found.experts is None else _with_suffix(found.experts, experts),
     )
     return replace(spec, quantization=found)
@@ -285,7 +294,12 @@ class _Place:
         return any(self.other_shapes(stored)), not self.shapes
 
     def _has_same_numbers(self, name: str, found: Shape, shape: Shape) -> bool:
-        """Whether one number is stored in another shape, or one of all or two of each expert."""
+        """Whether one number is stored in another shape, or one of all or two of each expert.
+
+        modelopt writes scales of blocks as [rows, 1, columns, 1].
+        """
+        if self.location.quantised is not None and found == (shape[0], 1, shape[-1], 1):
+            return len(shape) == 2
         if self.location.quantised is None or shape[-1] != 1 or len(shape) > 2:
             return found == () and shape == (1,)
         others = [math.prod(shape)]
@@ -444,6 +458,7 @@ def _explain_missing(best: _Place, places: Iterable[_Place], stored: Collection[
         form, (rows, columns) = best.location.quantised
         tensors = ", ".join(map(repr, best.shapes))
         return f"{message}; a matrix of {rows} x {columns} is stored as {form.name}: {tensors}"
+    message += _unnamed_codes(absent, stored)
     others = {place.location.name for place in places} - {best.location.name}
     if others:
         message += f", and so are its other names: {', '.join(map(repr, sorted(others)))}"
@@ -455,13 +470,22 @@ def _explain_missing(best: _Place, places: Iterable[_Place], stored: Collection[
     return message
 
 
+def _unnamed_codes(name: str, stored: Collection[str]) -> str:
+    """What to say of a tensor whose module is stored in a format of which it is not known."""
+    module = name.rpartition(".")[0]
+    found = [f"{module}{suffix}" for suffix in _OF_CODES if f"{module}{suffix}" in stored]
+    if not found:
+        return ""
+    return f"; there is {found[0]!r}, and quantization_config has no such format for {module}"
+
+
 def _check_shapes(
     places: Iterable[_Place], stored: Mapping[str, Shape], files: Mapping[str, str]
 ) -> None:
     for name, shape in (item for place in places for item in place.other_shapes(stored)):
         raise CheckpointError(
             f"{files[name]}: tensor {name!r} has shape {list(stored[name])}, "
-            f"config.json says {list(shape)}"
+            f"config.json says {list(shape)}{_unnamed_codes(name, stored)}"
         )
 
 
@@ -489,7 +513,8 @@ def _check_for_others(
         name = min(extra)
         raise CheckpointError(
             f"{files[name]}: tensor {name!r} belongs to nothing in a {spec.model_type} of this "
-            f"configuration ({len(extra)} such tensors); is config.json of another checkpoint?"
+            f"configuration ({len(extra)} such tensors)"
+            f"{_unnamed_codes(name, stored) or '; is config.json of another checkpoint?'}"
         )
 
 

@@ -26,7 +26,7 @@ from raymoe.model.loading import decoder_arena_bytes
 from raymoe.plan.policy import Policy
 from raymoe.rotation import input_run, rotated
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.quantization import name_or_expression
+from raymoe.specs.module_patterns import name_or_expression
 from raymoe.specs.weight_format import Int8Channel
 from tests.parity.cases import get_case
 from tests.parity.configurations import Configuration, first_of_each_family

@@ -22,9 +22,10 @@ from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Fp8Block, Fp8Tensor
 from raymoe.specs.workload import Workload
+from tests.mixed_checkpoints import CASES as MIXED_CASES
 from tests.parity.configurations import model_class
 from tests.parity.driver import Driver, load_decoder
-from tests.quantised_checkpoints import CASES, QuantisedCase, checkpoints
+from tests.quantised_checkpoints import CASES, QuantisedCase, checkpoints, make_checkpoints
 
 NAMES = [case.name for case in CASES]
 # Through the engine in the default run: other bits, other scales, zero points and orders.
@@ -130,6 +131,28 @@ def test_packed_codes_give_the_tokens_of_packed_weights(name: str) -> None:
     """In bfloat16, to the bit where the kernels have it: codes are decoded to what was packed."""
     found = checkpoints(name)
     assert generate(found.quantised, dtype="bfloat16") == generate(found.plain, dtype="bfloat16")
+
+
+MIXED_QUICK = ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in MIXED_QUICK else pytest.mark.slow)
+        for case in MIXED_CASES
+    ],
+)
+def test_published_mixtures_of_formats_give_the_tokens_of_the_decoded_weights(
+    case: QuantisedCase,
+) -> None:
+    found = make_checkpoints(case)
+    spec = ModelSpec.from_directory(found.quantised)
+    assert spec.quantization is not None
+    formats = {each.name for each in spec.quantization.formats}
+    assert formats >= {each.name for each in case.modules.values()}
+    expected = generate(found.plain, dtype="float32")
+    assert generate(found.quantised, dtype="float32") == expected
 
 
 def smallest_footprint(spec: ModelSpec, schedule: str, slot_layers: float) -> Footprint:

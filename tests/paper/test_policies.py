@@ -13,7 +13,9 @@ from raymoe.plan.papers.policies import PaperPolicies
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, hardware_preset
+from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
+from raymoe.specs.quantization import parse_quantization
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB
 
@@ -140,6 +142,27 @@ def test_moe_gen_counts_eight_bits_of_fp8_weights() -> None:
     policy = PaperPolicies(model_preset("deepseek-v3"), node, job).module_batching()
     row_bytes = 768 * model_preset("deepseek-v3").kv_bytes_per_token(2)
     assert 0.5 * 1024 * GIB < policy.max_num_seqs * row_bytes + 669e9 < 1024 * GIB
-    wide = replace(model_preset("deepseek-v3"), quantization=None)
-    with pytest.raises(InfeasiblePlanError, match=r"1\.22 TiB of weights"):
-        PaperPolicies(wide, node, job).module_batching()
+    # What counts is how experts are stored, whatever the other matrices are.
+    in_fp8, in_fp4 = (
+        mixed_precision(experts=experts, attention=attention)
+        for experts, attention in (("FP8", "NVFP4"), ("NVFP4", "FP8"))
+    )
+    assert PaperPolicies(in_fp8, node, job).module_batching().max_num_seqs > 0
+    for wide in (replace(model_preset("deepseek-v3"), quantization=None), in_fp4):
+        with pytest.raises(InfeasiblePlanError, match=r"1\.22 TiB of weights"):
+            PaperPolicies(wide, node, job).module_batching()
+
+
+def mixed_precision(**algorithms: str) -> ModelSpec:
+    """DeepSeek-V3 with experts and attention in formats of modelopt."""
+    names = {"experts": "mlp.experts", "attention": "self_attn.o_proj"}
+    layers = {
+        f"model.layers.{i}.{names[part]}": {"quant_algo": algorithm}
+        for part, algorithm in reversed(algorithms.items())
+        for i in range(61)
+    }
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    return replace(
+        model_preset("deepseek-v3"),
+        quantization=parse_quantization(config | {"quantized_layers": layers}),
+    )

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import (
     FloatQuantizationCompressor,
@@ -48,6 +49,7 @@ FORMATS = [
     PackedInt4(16, has_zero_points=True, has_order=True),
     Gptq(32),
     Gptq(0),
+    Gptq(32, has_order=False),
     Awq(32),
     Awq(0),
     Mxfp4(),
@@ -252,6 +254,22 @@ def test_mxfp8_is_that_of_compressed_tensors_and_transformers(seed: int) -> None
         theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
         ours = as_tensor(matrix, dtype)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=8)
+@random_seeds
+def test_mxfp4_is_that_of_compressed_tensors(seed: int) -> None:
+    matrix = scrambled(Mxfp4(".weight_scale", ".weight_packed"), *few_rows(seed), seed)
+    arguments = QuantizationArgs(
+        num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+    )
+    state = {
+        "weight_packed": matrix.pieces["codes"],
+        "weight_scale": matrix.pieces["scales"].view(torch.uint8),
+    }
+    theirs = decompressed(MXFP4PackedCompressor, state, arguments)
+    ours = as_tensor(matrix, theirs.dtype)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=8)

@@ -21,7 +21,8 @@ from raymoe.plan.placement import LayerBytes, Placement
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.work import ModelWork
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec
+from raymoe.specs.layer_weights import EXPERTS, layer_prefix
+from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, ceil_div, format_bytes
@@ -206,8 +207,12 @@ class PaperPolicies:
 
     @property
     def _bytes_per_weight(self) -> int:
-        quantization = self.model.quantization
-        is_fp8 = quantization is not None and quantization.format.name.startswith("fp8")
+        """Those of experts, which are nearly all that is streamed."""
+        sparse = (i for i, layer in enumerate(self.model.layers) if isinstance(layer.ffn, MoeSpec))
+        names = (f"{layer_prefix(i)}{EXPERTS}0.down_proj.weight" for i in sparse)
+        shape = (self.model.hidden_size, 1)
+        stored = (self.model.stored_format_of(name, shape) for name in names)
+        is_fp8 = any(each is not None and each.name.startswith("fp8") for each in stored)
         return 1 if is_fp8 else BYTES_PER_ELEMENT
 
     @property

@@ -391,11 +391,6 @@ def _granitemoehybrid(config: dict[str, object], values: Mapping[str, object]) -
 
 def _nemotron_h(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Pair each layer of attention or state with the network that may follow it."""
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "quantization_config is not supported for model_type 'nemotron_h', whose modules are "
-            "numbered in another way; use the checkpoint in bfloat16"
-        )
     pattern = config.pop("hybrid_override_pattern", None)
     if config.get("layers_block_type") is None and config.get("layer_types") is None:
         marks = pattern if isinstance(pattern, str) else "ME*-"

@@ -76,6 +76,11 @@ class Naming:
                 return theirs + name.removeprefix(ours)
         return name
 
+    def module_of(self, name: str) -> str:
+        """Stored name of the module of a matrix, after a layer's prefix as `name`."""
+        fused = (tensor.name for tensor in self.fused if name in tensor.weights)
+        return next(fused, self.rename(name)).removesuffix(".weight")
+
     def under(self, root: str, head: str) -> "Naming":
         """The names of these weights below other prefixes: of the model itself and of its head."""
         own = self.root
@@ -103,13 +108,22 @@ _WRAPPED_PREFIXES = (
 
 
 @lru_cache
-def namings_of(model_type: str, wrapper: str | None = None) -> tuple[Naming, ...]:
-    """Ways to store a family: its own first, then the common ones, below each known prefix."""
+def namings_of(
+    model_type: str, wrapper: str | None = None, *, is_own: bool = False
+) -> tuple[Naming, ...]:
+    """Ways to store a family: its own first, then the common ones, below each known prefix.
+
+    Args:
+        model_type: The family.
+        wrapper: The model that it is a part of.
+        is_own: Leave out the common ones.
+    """
     own = NAMINGS.get(model_type, ())
     in_one = [naming for naming in map(_with_experts_in_one, own) if naming not in own]
     namings = (*own, _CANONICAL, *in_one, _IN_ONE)
-    if any(naming.numbers_networks for naming in own):
-        namings = own  # the common names have no place for them
+    # Where networks have numbers, the common names have no place for them.
+    if is_own or any(naming.numbers_networks for naming in own):
+        namings = own
     if wrapper is not None:
         namings = tuple(
             replace(

@@ -83,6 +83,12 @@ def test_parameters_are_transposed_as_peft_0_17_took_them() -> None:
          r"of a kind \(token_adapter\)"),
         ({"base_model.model.lm_head.weight": (102, 64)}, r"lm_head.weight' has shape \[102, 64\], "
          r"expected is \[100, 64\].*another vocabulary than its base"),
+        ({f"{QUERY}.lora_A.default.weight": (4, 64)},
+         r"lora_A.default.weight' has the name of an adapter in its own, 'default', .*save_pretr"),
+        ({f"{LAYER}mlp.gate.modules_to_save.my-run.weight": (4, 64)}, "in its own, 'my-run'"),
+        ({f"{LAYER}embed_tokens.lora_embedding_A.default": (4, 64)}, "in its own, 'default'"),
+        ({"base_model.model.score.weight": (3, 64)},
+         "head of a classifier.*AutoPeftModelForSequenceClassification"),
         ({f"{LAYER}self_attn.q_proj.bias": (64,)}, "q_proj.bias, which tiny does not have"),
         (factors(QUERY, 64, 64) | {f"{QUERY}.lora_B.bias": (64,)}, "lora_B.bias' is added to mode"),
     ],

@@ -271,7 +271,6 @@ GLM = {"model_type": "glm5_next_text", "num_hidden_layers": 8}
         (NEMOTRON | {"hybrid_override_pattern": "MEE*"}, "layers_block_type .* at most one of moe"),
         (NEMOTRON | {"hybrid_override_pattern": "-M*"}, "layers_block_type"),
         (NEMOTRON | {"moe_latent_size": -1}, "moe_latent_size"),
-        (NEMOTRON | {"quantization_config": {"quant_method": "fp8"}}, "bfloat16"),
         (NEMOTRON | {"mamba_hidden_act": "relu"}, "mamba_hidden_act = 'relu'"),
         (KIMI | {"mla_use_nope": False}, "mla_use_nope = False"),
         (KIMI | {"tie_word_embeddings": True}, "tie_word_embeddings = True"),

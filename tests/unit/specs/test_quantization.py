@@ -2,24 +2,28 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from compressed_tensors.utils.match import is_match, match_targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from raymoe.errors import UnsupportedModelError
 from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
-from raymoe.specs.quantization import (
-    Quantization,
+from raymoe.specs.module_patterns import (
     is_matched,
     name_or_expression,
-    parse_quantization,
     prefix_or_suffix,
     wildcard,
 )
+from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.weight_format import (
     Awq,
     Fp8Block,
@@ -204,6 +208,18 @@ def tensors(*groups: tuple[dict[str, Any], list[str]]) -> dict[str, Any]:
     return KIMI_INT4 | {"format": "mixed-precision", "config_groups": found, "ignore": []}
 
 
+NVFP4_LAYER = {"quant_algo": "NVFP4", "group_size": 16}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "autoround_version": "0.10.2",
+    "iters": 0,
+    "model_free": True,
+}
 FP8_ROWS_GROUP = CHANNELS["config_groups"]["group_0"] | {"format": "float-quantized"}
 ATTENTION = "model.layers.3.self_attn.q_proj.weight"
 LATENT = "model.layers.3.self_attn.kv_b_proj.weight"
@@ -246,6 +262,21 @@ def read(config: Any) -> Quantization:
             {ATTENTION, LATENT, EXPERT, DENSE},
         ),
         (AWQ, Awq(128), {ATTENTION, LATENT, SHARED, EXPERT}),
+        (AUTO_ROUND, Gptq(128, has_order=False), {ATTENTION, LATENT, SHARED, EXPERT, DENSE}),
+        (  # atbender/Qwen3-REAP-15B-A3B-W4A16 and others: blocks, and modules of their own
+            AUTO_ROUND
+            | {
+                "packing_format": "auto_round:auto_awq",
+                "block_name_to_quantize": "model.layers,other.blocks",
+                "extra_config": {
+                    "lm_head": {"bits": 4, "group_size": 128},
+                    "model.layers.3.self_attn.q_proj": {"bits": 16, "data_type": "float"},
+                    r"model.layers.\d+.mlp.shared_expert.*": {"bits": 16},
+                },
+            },
+            Awq(128),
+            {LATENT, EXPERT, DENSE, HEAD},
+        ),
         (
             {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.3.mlp"]},
             Fp8Channel(),
@@ -329,6 +360,30 @@ def test_experts_may_have_a_format_of_their_own(config, experts, others) -> None
                 "lm_head.weight": None,
             },
         ),
+        (  # a module before those around it
+            mixed(
+                {
+                    "model.layers.3.mlp": {"quant_algo": "FP8"},
+                    "model.layers.3.mlp.experts": NVFP4_LAYER,
+                    "model.layers.3.self_attn": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+                    "model.layers.3.self_attn.q_proj": {"quant_algo": "FP8_PB_WO"},
+                }
+            ),
+            {
+                ATTENTION: Fp8Block(".weight_scale"),
+                LATENT: Fp8Channel(),
+                EXPERT: Nvfp4(),
+                SHARED: Fp8Tensor(),
+                DENSE: None,
+            },
+        ),
+        (  # names are those of matrices, not of modules around them
+            tensors(
+                (FP8_ROWS_GROUP, ["model.layers.3.self_attn", "model.layers.3.mlp.experts.7"]),
+                (NVFP4_GROUP, ["re:.*layers.0.*"]),
+            ),
+            {ATTENTION: None, EXPERT: None, DENSE: Nvfp4(is_divided=True)},
+        ),
         (  # a name, an expression and the class of all, against their order
             tensors(
                 (NVFP4_GROUP, ["Linear"]),
@@ -348,6 +403,33 @@ def test_modules_have_the_format_of_their_group(config, formats) -> None:
     quantization = read(config)
     assert {name: quantization.format_of(name) for name in formats} == formats
     assert all(each.name in quantization.name for each in quantization.formats)
+
+
+TARGETS = [
+    "Linear", "lm_head", "model.layers.3.self_attn.q_proj", "model.layers.3.mlp",
+    "re:.*self_attn.*", "re:.*q_proj$", r"re:model\.layers\.3\.mlp.*", "re:.*layers.0.*",
+    r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$", "re:model.*",
+]  # fmt: skip
+GROUPS = [GROUP | {"format": "pack-quantized"}, FP8_ROWS_GROUP, NVFP4_GROUP]
+
+
+@given(st.lists(st.sets(st.sampled_from(TARGETS), min_size=1), min_size=3, max_size=3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_groups_come_one_before_the_other_as_in_compressed_tensors(
+    targets: list[set[str]], data: st.DataObject
+) -> None:
+    """Names, expressions by alphabet, "Linear"; of a target in two groups, the last."""
+    ignored = data.draw(st.sets(st.sampled_from(TARGETS[1:])))
+    config = tensors(*zip(GROUPS, map(sorted, targets), strict=True)) | {"ignore": sorted(ignored)}
+    ours, formats = read(config), (PackedInt4(32), Fp8Channel(), Nvfp4(is_divided=True))
+    of_target = {name: form for form, names in zip(formats, targets, strict=True) for name in names}
+    matrix = torch.nn.Linear(1, 1)
+    for name in (ATTENTION, LATENT, SHARED, EXPERT.replace("7", "0"), DENSE, HEAD):
+        module = name.removesuffix(".weight")
+        found = match_targets(module, matrix, of_target)
+        is_ignored = is_match(module, matrix, ignored) if ignored else False
+        expected = of_target[found[0]] if found and not is_ignored else None
+        assert ours.format_of(name) == expected, (name, found)
 
 
 def test_the_type_of_experts_may_be_said_beside_what_says_that_there_are_codes() -> None:
@@ -459,6 +541,28 @@ def test_modules_are_known_by_the_names_of_their_family() -> None:
         assert not is_matched("model.layers.1.self_attn.q_proj", [prefix_or_suffix(pattern)])
 
 
+def test_modules_are_known_by_the_names_under_which_their_family_stores_them() -> None:
+    """unsloth/Qwen3.6-35B-A3B-NVFP4-Fast, and names that RedHatAI's writes into "ignore"."""
+    states = "model.language_model.layers.0.linear_attn."
+    groups = (FP8_ROWS_GROUP, [r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$"])
+    ignore = [f"{states}in_proj_a", f"{states}in_proj_b"]
+    for config, others in (
+        (tensors(groups), None),
+        (tensors((FP8_ROWS_GROUP, ["Linear"])) | {"ignore": ignore}, None),
+        (tensors((FP8_ROWS_GROUP, ["Linear"])), Fp8Channel()),
+        (mixed({f"{states}in_proj_qkv": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}), None),
+    ):
+        spec = replace(model_preset("qwen3.5-35b-a3b"), quantization=read(config))
+        found = {
+            part: spec.format_of(f"model.layers.0.linear_attn.{part}_proj.weight", (64, 64))
+            for part in "qkvgoab"
+        }
+        assert {found[part] for part in "qkv"} == {Fp8Channel()}
+        assert {found[part] for part in "ab"} == {others}
+        if config.get("quant_algo") is None:
+            assert {found[part] for part in "go"} == {Fp8Channel()}
+
+
 def test_a_file_of_its_own_names_the_quantisation_where_config_json_does_not(
     tmp_path: Path,
 ) -> None:
@@ -532,7 +636,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         (GPTQ | {"modules_in_block_to_quantize": [[4]]}, "modules_in_block_to_quantize"),
         (AWQ | {"version": "gemv"}, "version = 'gemv'"),
         (AWQ | {"zero_point": False}, "zero_point = False"),
-        (KIMI_INT4 | {"format": "mxfp4-pack-quantized"}, "mxfp4"),
+        (KIMI_INT4 | {"format": "mxfp4-pack-quantized"}, "type = 'int'.*'float'"),
         (KIMI_INT4 | {"format": "nvfp4-pack-quantized"}, "group_size = 32.*16"),
         (NVFP4 | {"format": "pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
         (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'.*'NVFP4'"),
@@ -551,6 +655,25 @@ def weights(**fields: Any) -> dict[str, Any]:
         (mixed({}), "quantized_layers"),
         (mixed({"model.layers.0.mlp": {"quant_algo": "W4A8_AWQ"}}), "W4A8_AWQ"),
         (
+            FP8 | {"moe_quant_algo": "NVFP4", "quantized_layers": {"layers.0.attn": NVFP4_LAYER}},
+            "quantized_layers = 'layers.0.attn'",
+        ),
+        (
+            FP8
+            | {
+                "moe_quant_algo": "NVFP4",
+                "quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "FP8"}},
+            },
+            "quantized_layers = 'layers.0.ffn.experts'",
+        ),
+        (FP8 | {"quantized_layers": {"layers.0.ffn.experts": NVFP4_LAYER}}, "no such field"),
+        (AUTO_ROUND | {"bits": 8}, "bits = 8"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
+        (
+            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
+            "extra_config.model.layers.0.mlp.up_proj.bits = 8",
+        ),
+        (
             mixed(
                 {
                     "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"},
@@ -559,7 +682,15 @@ def weights(**fields: Any) -> dict[str, Any]:
             ),
             "same format",
         ),
-        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"weights": None}}}, "weights = None"),
+        (KIMI_INT4 | {"config_groups": {"a": GROUP | {"weights": None}}}, "groups with weights"),
+        (
+            KIMI_INT4 | {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["Conv2d"]}}},
+            "targets = 'Conv2d'.*'Linear'",
+        ),
+        (
+            KIMI_INT4 | {"config_groups": {"a": GROUP | {"targets": ["Embedding", "Linear"]}}},
+            "targets = 'Embedding'",
+        ),
         (KIMI_INT4 | weights(num_bits=8), "num_bits = 8"),
         (KIMI_INT4 | weights(type="float"), "type = 'float'"),
         (KIMI_INT4 | weights(strategy="tensor"), "strategy = 'tensor'"),

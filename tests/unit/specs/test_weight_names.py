@@ -1,9 +1,13 @@
 import re
+from dataclasses import replace
 
 import pytest
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.specs.layer_weights import Shape
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.quantization import parse_quantization
+from raymoe.specs.weight_format import Fp8Block
 from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
 
 SIZES = {
@@ -198,3 +202,44 @@ def test_tiles_that_hold_rows_of_two_weights_are_refused() -> None:
     stored = fp8_shapes(is_fused=True)
     with pytest.raises(UnsupportedModelError, match=r"gate_up_proj.*one entry for 128 rows.*24"):
         locate_weights(FP8, stored, dict.fromkeys(stored, "a.safetensors"))
+
+
+@pytest.mark.parametrize("end", [".weight_packed", ".weight_scale", ".qweight"])
+def test_codes_of_a_module_that_no_format_is_known_of_are_named(end: str) -> None:
+    query = "model.layers.0.self_attn.q_proj"
+    stored = model_weights(MIXTRAL) | {f"{query}{end}": (16, 1)}
+    if end != ".weight_scale":
+        del stored[f"{query}.weight"]
+    message = f"there is '{query}{end}', and quantization_config has no such format for {query}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        locate(stored)
+
+
+@pytest.mark.parametrize("scales", [".scale", ".weight_scale_inv", ".weight_scale"])
+@pytest.mark.parametrize("block", [(1, 1), (1, 1, 1, 1)])  # the second as modelopt writes them
+def test_scales_of_blocks_are_found_beside_experts_in_nvfp4(scales: str, block: Shape) -> None:
+    """nvidia/DeepSeek-V4-Flash-NVFP4: the experts' are called as those of blocks may be."""
+    spec = replace(
+        ModelSpec.from_config(
+            SIZES | {"model_type": "mixtral", "num_local_experts": 2, "intermediate_size": 32}
+        ),
+        quantization=parse_quantization(
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "moe_quant_algo": "NVFP4"}
+        ),
+    )
+    stored: dict[str, Shape] = {}
+    for name, shape in model_weights(spec).items():
+        module, form = name.removesuffix(".weight"), spec.format_of(name, shape)
+        stored[name] = shape
+        if isinstance(form, Fp8Block):
+            stored[f"{module}{scales}"] = block
+        elif form is not None:
+            rows, columns = shape
+            stored[name] = (rows, columns // 2)
+            stored |= {
+                f"{module}.weight_scale": (rows, columns // 16),
+                f"{module}.weight_scale_2": (),
+            }
+    found = locate_weights(spec, stored, dict.fromkeys(stored, "a.safetensors"))
+    query = found["model.layers.0.self_attn.q_proj.weight"].tensor_names()
+    assert query[1] == f"model.layers.0.self_attn.q_proj{scales}"
