@@ -26,7 +26,6 @@ from raymoe.config import (
     with_base,
 )
 from raymoe.data.batches import check_format, column_names, num_rows
-from raymoe.data.callbacks import register_callback
 from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
 from raymoe.data.job_rows import Found, JobRows, check_job, content_key
 from raymoe.data.journal import SYNC_EVERY_S
@@ -62,8 +61,6 @@ LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken pr
 P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
-
-register_callback("raymoe.data.before_start.PrepareGenerators")
 
 
 def check_options(
