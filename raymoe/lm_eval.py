@@ -261,7 +261,7 @@ class RaymoeLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         for context, given in (request.args for request in requests):
             options = normalize_gen_kwargs(given, self.max_gen_toks)
-            stops.append(handle_stop_sequences(options.pop("until", None), eos=eos))
+            stops.append(handle_stop_sequences(_read_until(options.pop("until", None)), eos=eos))
             params.append(_sampling_params(options, self._plain(stops[-1]), self._defaults))
             prompts.append(self._context(context, params[-1].max_tokens))
         use_tqdm = False if disable_tqdm else None
@@ -429,6 +429,15 @@ def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
         _LOG.warning("trust_remote_code is ignored: no code of a model is ever run")
     dropped = _HF_IGNORED | _HF_REFUSED.keys()
     return {name: value for name, value in options.items() if name not in dropped}
+
+
+def _read_until(until: list[str] | None) -> list[str] | None:
+    if until and "" in until:
+        raise ConfigError(
+            "until has an empty text, at which `hf` ends every answer after its first token; leave "
+            "it out, or ask for max_gen_toks=1"
+        )
+    return until
 
 
 def _read_think_end(token: str | int | None, *, enable_thinking: bool | None) -> str | int | None:

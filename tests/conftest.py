@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("raymoe")
     # A Ray that a test killed, or somebody else's, leaves the file of the current cluster behind.
     os.environ["RAY_ADDRESS"] = "local"
+    # As the command has them, which tests run in this process too.
+    os.environ |= {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
     # Files in their order: those that wait for Ray come early and do not end the run alone.
     config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):  # what starts the workers, or has none

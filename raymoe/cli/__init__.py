@@ -51,6 +51,8 @@ _USAGE = "Usage: raymoe [--version] [--help] COMMAND [ARGS]..."
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code: that of `_help`."""
     faulthandler.enable(2)  # a signal that ends the process says where on standard error
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read when Ray is imported
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -196,7 +198,3 @@ def model_by_name(text: str) -> ModelSpec:
         f"config.json, a name on the Hugging Face hub (OWNER/NAME), or one of "
         f"{', '.join(MODEL_PRESETS)}"
     )
-
-
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read when Ray is imported
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

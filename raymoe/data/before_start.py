@@ -20,6 +20,8 @@ from raymoe.data.generator import MoEGenerator, check_arguments, check_options, 
 from raymoe.data.occurrences import KEY, JobOccurrences
 from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.tasks import read_task_of, reader_of
+from raymoe.data.tracing import KEY as OPERATOR_KEY
+from raymoe.data.tracing import JobSpan
 from raymoe.errors import RaymoeError
 
 # Logical operators of Ray Data whose rows have the columns of their input.
@@ -88,35 +90,39 @@ def check_rows(operator: Any, model_source: str | Path, options: Mapping[str, An
 
 
 class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
-    """Refuses generators that cannot work, and gives the others a counter of equal rows."""
+    """Refuses generators that cannot work; tells others where they are, and counts equal rows."""
 
     def __init__(self) -> None:
         self._counter: Any = None
+        self._span: JobSpan | None = None
 
     def before_execution_starts(self, executor: Any) -> None:
         # These are private in Ray, which has no public equivalent; its versions are pinned.
         try:
-            for stage, operator in enumerate(executor._topology):  # noqa: SLF001
-                for logical in operator._logical_operators:  # noqa: SLF001
-                    options = generator_options(logical)
-                    if options is not None:
-                        self._prepare(operator, stage, logical, options)
+            found = [
+                (stage, operator, given, _check(logical, given))
+                for stage, operator in enumerate(executor._topology)  # noqa: SLF001
+                for logical in operator._logical_operators  # noqa: SLF001
+                if (given := generator_options(logical)) is not None
+            ]
         except RaymoeError as error:
             raise as_users_error(error) from None
+        if not found:
+            return
+        dataset = executor._dataset_id  # noqa: SLF001
+        self._span = JobSpan(dataset)
+        for stage, operator, options, columns in found:
+            name = executor._get_operator_id(operator, stage)  # noqa: SLF001
+            arguments: dict[str, Any] = {OPERATOR_KEY: (dataset, name, self._span.headers)}
+            if _may_have_equal_samples(options, columns):
+                arguments[KEY] = self._start_counter(), stage
+            operator.add_map_task_kwargs_fn(functools.partial(dict, arguments))
 
     def after_execution_succeeds(self, executor: Any) -> None:  # noqa: ARG002 - Ray's interface
-        self._end()
+        self._end(None)
 
     def after_execution_fails(self, executor: Any, error: Exception) -> None:  # noqa: ARG002
-        self._end()
-
-    def _prepare(self, operator: Any, stage: int, logical: Any, options: Mapping[str, Any]) -> None:
-        given = {name: value for name, value in options.items() if name != "model_source"}
-        check_options(options["model_source"], given)
-        columns = check_rows(logical.input_dependencies[0], options["model_source"], given)
-        if _may_have_equal_samples(given, columns):
-            arguments = {KEY: (self._start_counter(), stage)}
-            operator.add_map_task_kwargs_fn(functools.partial(dict, arguments))
+        self._end(error)
 
     def _start_counter(self) -> Any:
         if self._counter is None:
@@ -128,10 +134,19 @@ class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no 
             )
         return self._counter
 
-    def _end(self) -> None:
+    def _end(self, error: Exception | None) -> None:
         counter, self._counter = self._counter, None
         if counter is not None:
             ray.kill(counter)
+        if self._span is not None:
+            self._span.end(error)
+
+
+def _check(operator: Any, options: Mapping[str, Any]) -> KnownColumns:
+    """Refuse a generator that cannot work; returns the columns of its rows."""
+    given = {name: value for name, value in options.items() if name != "model_source"}
+    check_options(options["model_source"], given)
+    return check_rows(operator.input_dependencies[0], options["model_source"], given)
 
 
 def _may_have_equal_samples(options: Mapping[str, Any], columns: KnownColumns) -> bool:

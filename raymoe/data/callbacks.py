@@ -1,13 +1,43 @@
-"""What Ray Data calls before each pipeline of this process starts; needs no Ray itself."""
+"""What Ray Data calls for the pipelines of a dataset: checks before they start, and watches.
 
-import os
+They are in the context of the dataset, which Ray Data sends to every worker: there they must load,
+and do nothing, without raymoe.
+"""
 
-VARIABLE = "RAY_DATA_EXECUTION_CALLBACKS"  # read for each pipeline, also for one made before
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+
+_CALLBACKS = (
+    ("raymoe.data.before_start", "PrepareGenerators"),
+    ("raymoe.data.cluster", "CheckFit"),
+)
 
 
-def register_callback(name: str) -> None:
-    """Have Ray Data call an `ExecutionCallback`, given as ``module.Class``; idempotent."""
-    given = os.environ.get(VARIABLE, "")  # noqa: TID251 - a list of Ray's and no setting of ours
-    names = [each for each in given.split(",") if each]
-    if name not in names:
-        os.environ[VARIABLE] = ",".join([*names, name])  # noqa: TID251 - as above
+def register_callbacks(context: "DataContext") -> None:
+    """Have Ray Data prepare, check and watch the generators of this context; idempotent."""
+    known = context.custom_execution_callback_classes
+    known += [one for one in (_deferred(*names) for names in _CALLBACKS) if one not in known]
+
+
+@functools.cache
+def _deferred(module: str, name: str) -> type:
+    """Return what makes an `ExecutionCallback` of ours where raymoe is, and one of Ray's elsewhere.
+
+    A class in a function is pickled whole, and not as the name of something in raymoe.
+    """
+    from ray.data._internal.execution.execution_callback import (  # noqa: PLC0415 - slow to import
+        ExecutionCallback,
+    )
+
+    class Deferred(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
+        def __new__(cls) -> Any:
+            import importlib.util  # noqa: PLC0415 - pickled with the class
+
+            if importlib.util.find_spec("raymoe") is None:
+                return object.__new__(cls)
+            return getattr(importlib.import_module(module), name)()
+
+    return Deferred

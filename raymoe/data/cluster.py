@@ -12,7 +12,6 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util import get_node_ip_address
 
 from raymoe.data.address import check_address
-from raymoe.data.callbacks import register_callback
 from raymoe.data.generator import MoEGenerator
 from raymoe.errors import InfeasiblePlanError
 from raymoe.specs.hardware import HARDWARE_PRESETS, USABLE_FRACTION, HardwareSpec
@@ -222,12 +221,11 @@ class Stage:
 
 
 def check_before_start() -> None:
-    """Make all pipelines of this process check that they fit, and say what their actors wait for.
+    """Refuse to go on where Ray is not there yet and cannot be reached.
 
     Raises:
-        ConfigError: There is no Ray yet, and none answers where `ray.init` would look for it.
+        ConfigError: No Ray answers where `ray.init` would look for one.
     """
-    register_callback(f"{CheckFit.__module__}.{CheckFit.__name__}")
     if not _has_ray():
         check_address()
 

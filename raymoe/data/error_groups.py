@@ -108,17 +108,20 @@ class ErrorGroups:
         self._groups: dict[str, ErrorGroup] = {}
         self.update(groups)
 
-    def add(self, errors: Iterable[str]) -> None:
-        """Count rows by their errors."""
-        self.update(map(ErrorGroup.of, errors))
+    def add(self, errors: Iterable[str]) -> list[bool]:
+        """Count rows by their errors; returns which of them are the first of a group."""
+        return self.update(map(ErrorGroup.of, errors))
 
-    def update(self, groups: Iterable[ErrorGroup]) -> None:
-        """Count the rows of other groups."""
+    def update(self, groups: Iterable[ErrorGroup]) -> list[bool]:
+        """Count the rows of other groups; returns which of them are new here."""
+        is_new = []
         for one in groups:
             is_full = one.template not in self._groups and len(self._groups) >= MAX_GROUPS
             group = ErrorGroup(num_rows=one.num_rows, template=OTHER) if is_full else one
             known = self._groups.get(group.template)
             self._groups[group.template] = group if known is None else known.join(group)
+            is_new.append(known is None)
+        return is_new
 
     def groups(self) -> tuple[ErrorGroup, ...]:
         """Return all groups, that with the most rows first."""

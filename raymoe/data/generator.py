@@ -27,17 +27,18 @@ from raymoe.config import (
     with_base,
 )
 from raymoe.data.batches import check_format, column_names, num_rows
-from raymoe.data.callbacks import register_callback
 from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
+from raymoe.data.error_groups import ErrorGroup
 from raymoe.data.job_rows import Found, JobRows, check_job, content_key
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.occurrences import RowNumbers
-from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest
+from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest, shown
 from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
+from raymoe.data.tracing import call_span, current_operator
 from raymoe.engine.answers import AnswerReader, split_generation
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
@@ -63,8 +64,6 @@ LAST_FLUSH_S = 10.0  # a slow disk must not delay the replacement of a broken pr
 P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
-
-register_callback("raymoe.data.before_start.PrepareGenerators")
 
 
 def check_options(
@@ -312,7 +311,7 @@ class MoEGenerator:
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
         )  # fmt: skip
-        name, open_job = str(model_source), None
+        self._model, open_job = str(model_source), None
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
@@ -321,7 +320,7 @@ class MoEGenerator:
             parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parser)
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
-        self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
+        self._load(model_source, config, name=self._model, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._choose_parser(*parsers)
             self._columns = OutputColumns.of(
@@ -339,6 +338,18 @@ class MoEGenerator:
         Returns:
             The batch in the same format, with the columns added.
         """
+        tags = current_operator()
+        if self._observer is not None:
+            self._observer.locate(tags)
+        with call_span(tags, self._model) as span:
+            table, generations = self._answer(batch)
+            if span is not None:
+                span.set_attributes(_span_attributes(generations))
+        if not self._should_continue_on_error:
+            _raise_first_error(generations)
+        return table
+
+    def _answer(self, batch: Any) -> tuple[Any, Sequence[Generation]]:
         self._check(batch)
         if os.getpid() != self._pid:
             raise ExecutionError(
@@ -360,10 +371,9 @@ class MoEGenerator:
             parts = add_token_bytes(parts, self._engine.token_bytes)
         table, generations = self._columns.append(batch, parts)
         num_refused = sum(bool(request.error) for request in requests)
-        self._counts.add(generations, num_found, num_refused)
-        if not self._should_continue_on_error:
-            _raise_first_error(generations)
-        return table
+        for position in self._counts.add(generations, num_found, num_refused):
+            _log_error(requests[position], position, generations[position].error)
+        return table, generations
 
     def close(self) -> None:
         """Stop the engine and free its memory; idempotent.
@@ -649,6 +659,24 @@ def _with_column(generation: Generation, column: str) -> Generation:
     if reason.split(" ", 1)[0] in SAMPLING_NAMES:
         column = SAMPLING_COLUMN
     return dataclasses.replace(generation, error=f"{kind}: column {column!r}: {reason}")
+
+
+def _log_error(request: RowRequest, position: int, error: str) -> None:
+    """Log the first row with an error of its kind, without what may be of its cells."""
+    row_id = request.row_id
+    row = f"number {position} of its batch" if row_id is None else shown(row_id)
+    text = ErrorGroup.of(error).text(has_quotes=False)
+    logger.info("row %s is an error row: %s", row, text, extra={"row": row})
+
+
+def _span_attributes(generations: Sequence[Generation]) -> dict[str, int]:
+    """Return what a call did; tokens by the names of OpenTelemetry's conventions."""
+    return {
+        "raymoe.rows": len(generations),
+        "raymoe.error_rows": sum(bool(one.error) for one in generations),
+        "gen_ai.usage.input_tokens": sum(one.num_input_tokens for one in generations),
+        "gen_ai.usage.output_tokens": sum(one.num_tokens_of_outputs for one in generations),
+    }
 
 
 def _raise_first_error(generations: Sequence[Generation]) -> None:

@@ -41,6 +41,7 @@ from raymoe.data.status import (
     rate_unit,
     write_record,
 )
+from raymoe.data.tracing import OperatorTags
 from raymoe.engine.outputs import EngineStats, Generation
 from raymoe.periodic import Periodic
 from raymoe.plan.operations import operations_of
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from raymoe.engine.engine import Engine
 
 
-TAGS = ("model", "actor")
+TAGS = ("model", "actor", "dataset", "operator")  # the last two as Ray Data's metrics have them
 KIND_TAG = "kind"
 
 Values = dict[str, float]
@@ -215,13 +216,15 @@ METRICS = (
 class RayMetrics:
     """The metrics of one actor; Ray adds the node and worker tags."""
 
-    def __init__(self, model: str, actor: str) -> None:
+    def __init__(self, model: str, actor: str, operator: OperatorTags) -> None:
         """Make all series; the tag `model` is the last part of the name or directory."""
         # Planning and drivers need no Ray.
         from ray.util.metrics import Counter, Gauge  # noqa: PLC0415
 
         classes = {MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge}
-        self._tags = {"model": model.rstrip("/").rpartition("/")[2] or model, "actor": actor}
+        name = model.rstrip("/").rpartition("/")[2] or model
+        values = name, actor, operator.dataset, operator.operator
+        self._tags = dict(zip(TAGS, values, strict=True))
         self._series: dict[str, RayMetric] = {}
         self._published: dict[tuple[str, str], float] = {}
         for metric in METRICS:
@@ -230,12 +233,14 @@ class RayMetrics:
             self._series[metric.name] = make(metric.name, metric.description, tag_keys=keys)
 
     @classmethod
-    def in_actor(cls, model: str, actor: str) -> "RayMetrics | None":
+    def in_actor(cls, model: str, actor: str, operator: OperatorTags) -> "RayMetrics | None":
         """Return the metrics of this process; None outside an actor of a running Ray."""
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return None
-        return None if ray.get_runtime_context().get_actor_id() is None else cls(model, actor)
+        if ray.get_runtime_context().get_actor_id() is None:
+            return None
+        return cls(model, actor, operator)
 
     def publish(self, status: ActorStatus) -> None:
         for metric in METRICS:
@@ -324,10 +329,12 @@ class RowCounter:
 
     def add(
         self, generations: Sequence[Generation], num_found: int = 0, num_refused: int = 0
-    ) -> None:
+    ) -> list[int]:
+        """Count the rows of one call; returns the positions of those with a new kind of error."""
         input_tokens = sum(one.num_input_tokens for one in generations)
         generated_tokens = sum(one.num_tokens_of_outputs for one in generations)
-        errors = [one.error for one in generations if one.error]
+        places = [i for i, one in enumerate(generations) if one.error]
+        errors = [generations[i].error for i in places]
         with self._lock:
             self._rows += len(generations)
             self._found += num_found
@@ -336,7 +343,8 @@ class RowCounter:
             self._generated_tokens += generated_tokens
             for error in errors:
                 self._errors[error_kind(error, self._errors)] += 1
-            self._groups.add(errors)
+            is_new = self._groups.add(errors)
+        return [i for i, new in zip(places, is_new, strict=True) if new]
 
     def counts(self) -> RowCounts:
         with self._lock:
@@ -568,14 +576,18 @@ class Observer:
         self._directory = None if status_dir is None else make_status_directory(status_dir)
         self._model, self._probe = model, ActorProbe(model, rows, task)
         self._metrics: RayMetrics | None = None
+        self._operator: OperatorTags | None = None
         self._written_s = self._logged_s = self._step_s = time.monotonic() - WRITE_EVERY_S
         self._step_every_s = FIRST_STEP_S
         self._cannot_write = self._is_broken = False
         self._thread = Periodic(self._look, SAMPLE_EVERY_S, name="raymoe-status")
 
     def attach(self, engine: "Engine") -> None:
-        self._metrics = RayMetrics.in_actor(self._model, self._probe.actor)
         self._probe.attach(engine)
+
+    def locate(self, operator: OperatorTags) -> None:
+        """Take over which operator this is; the first call knows it, and metrics begin with it."""
+        self._operator = operator
 
     def fail(self, reason: str) -> None:
         """Record that the engine broke; does not wait for a slow disk."""
@@ -604,6 +616,8 @@ class Observer:
             return
         status = self._probe.status()
         self._written_s, self._probe.told_rows = now_s, status.rows.num_rows
+        if self._metrics is None and self._operator is not None:
+            self._metrics = RayMetrics.in_actor(self._model, self._probe.actor, self._operator)
         if self._metrics is not None:
             self._metrics.publish(status)
         self._write(ACTOR_PREFIX, status)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raymoe.data.journal import RowIndex
+from raymoe.data.tracing import current_task
 
 KEY = "raymoe_occurrences"  # in the arguments of a task of Ray Data: the counter, and the stage
 
@@ -89,7 +90,7 @@ class RowNumbers:
 
     def claim(self, keys: Sequence[bytes]) -> list[int]:
         """Return the occurrence of each row of one call, which has these keys."""
-        task = _current_task()
+        task = current_task()
         if task is None or not keys:
             return self._own.claim(keys)
         call = Call(task.task_idx, self._number_of_call(task))
@@ -99,8 +100,12 @@ class RowNumbers:
             try:
                 return list(ray.get(counter.claim.remote(stage, list(keys), call)))
             except ray.exceptions.RayActorError as error:
-                self._warn(error)
-        return self._own.claim(keys, call)
+                self._warn(f"the counter of equal rows is gone ({error})")
+        numbers = self._own.claim(keys, call)
+        if counter is None and any(numbers):
+            self._warn("the pipeline has no counter of equal rows, as its Dataset was not given to "
+                       "map_batches_kwargs(ds=...) or raymoe.configure_data_context")  # fmt: skip
+        return numbers
 
     def _number_of_call(self, task: Any) -> int:
         here = self._here
@@ -108,17 +113,11 @@ class RowNumbers:
         here.task, here.number = task, here.number + 1 if is_next else 0
         return int(here.number)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._has_warned:
             logger.warning(
-                "the counter of equal rows is gone (%s): rows without an id that are equal and run "
-                "in different actors may get equal samples from now on; give them ids",
-                error,
+                "%s: rows without an id that are equal and run in different actors may get equal "
+                "samples; give them ids",
+                reason,
             )
         self._has_warned = True
-
-
-def _current_task() -> Any:
-    """Return the task of Ray Data that this thread runs, if any."""
-    module = sys.modules.get("ray.data._internal.execution.interfaces.task_context")
-    return None if module is None else module.TaskContext.get_current()

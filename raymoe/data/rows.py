@@ -175,6 +175,7 @@ class RowRequest:
 
     Attributes:
         column: The column of the prompt; errors of the engine name it.
+        row_id: What is in the column of ids; None without one.
         row_key: Seeds the random numbers of the row; None lets the engine choose.
         occurrence: How many equal rows without a key the job had before this one.
         error: "Type: message", or "" if the row is fine; then `prompt` is not None.
@@ -184,6 +185,7 @@ class RowRequest:
     prompt: Prompt | None
     sampling_params: SamplingParams
     column: str
+    row_id: Any = None
     row_key: int | None = None
     occurrence: int = 0
     error: str = ""
@@ -287,7 +289,8 @@ class RowReader:
         try:
             if not isinstance(row.row_id, BadCell):  # such rows have no key
                 refuse_bad_cell(row.row_id, str(self.id_column))
-            request = dataclasses.replace(request, row_key=row_key(row.row_id))
+            key = row_key(row.row_id)
+            request = dataclasses.replace(request, row_id=row.row_id, row_key=key)
             refuse_bad_cell(row.error, str(self.error_column))
             if row.error:
                 return dataclasses.replace(request, error=own_error(row.error))

@@ -20,6 +20,7 @@ from raymoe.config import (
     with_base,
 )
 from raymoe.data.before_start import check_rows, generator_options
+from raymoe.data.callbacks import register_callbacks
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
 from raymoe.data.tasks import read_task_of, reader_of
@@ -58,6 +59,7 @@ def configure_data_context(
 ) -> "DataContext":
     """Configure Ray Data for long steps; call it before the dataset is made.
 
+    Generators of such datasets are checked before they start, watched, and count their equal rows.
     Without it Ray Data ends a job in which no block moved for half an hour, as happens while large
     weights load or few long rows are left; and each of the hundreds of tasks of an actor has a
     thread that reads the memory of their common process every second.
@@ -101,6 +103,7 @@ def configure_data_context(
     )
     if context.max_consecutive_actor_init_deaths == 0:
         context.max_consecutive_actor_init_deaths = MAX_DEATHS_WHILE_LOADING
+    register_callbacks(context)
     if checkpoint_path is not None:
         context.checkpoint_config = CheckpointConfig(
             id_column=id_column, checkpoint_path=str(checkpoint_path)
@@ -253,6 +256,7 @@ def _check_options(
         raise ConfigError(shadow)
     check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
     if ds is not None:
+        register_callbacks(ds.context)
         check_rows(ds._logical_plan.dag, model_source, options)  # noqa: SLF001 - as in `find_workload`
     check_before_start()
 

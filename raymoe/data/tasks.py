@@ -121,7 +121,8 @@ class TaskReader:
             if is_document and not problem and not isinstance(row_id, BadCell):
                 request = RowRequest(  # noqa: PLW2901 - the same row, which is a document
                     prompt=[], sampling_params=request.sampling_params,
-                    column=self.options.continuation_column, row_key=row_key(row_id),
+                    column=self.options.continuation_column, row_id=row_id,
+                    row_key=row_key(row_id),
                 )  # fmt: skip
             read.append(self._with_continuation(request, continuation))
         return read

@@ -504,11 +504,12 @@ class Tokenizer:
             for ids, text in zip(results, texts, strict=True)
         ]
 
-    def fit(self, tokens: Int32s, room: Room, *, has_special: bool) -> Int32s:
+    def fit(self, tokens: Int32s, room: Room, *, has_special: bool, has_end: bool = True) -> Int32s:
         """Cut the tokens of a text to a room that truncates.
 
         Args:
             has_special: Whether the tokenizer's own tokens are around them; they stay.
+            has_end: Whether those after the text are among them.
 
         Raises:
             ConfigError: The room has no place for a token of the text.
@@ -516,6 +517,7 @@ class Tokenizer:
         if room.max_tokens is None or len(tokens) <= room.max_tokens or room.on_too_long == "error":
             return tokens
         prefix, suffix = self._ends(has_special=has_special)
+        suffix = suffix if has_end else suffix[:0]
         num_kept = room.max_tokens - len(prefix) - len(suffix)
         if num_kept < 1:
             raise ConfigError(
@@ -525,6 +527,11 @@ class Tokenizer:
         body = tokens[len(prefix) : len(tokens) - len(suffix)]
         body = body[-num_kept:] if room.on_too_long == "truncate_left" else body[:num_kept]
         return np.concatenate([prefix, body, suffix])
+
+    def without_end(self, tokens: Int32s, *, has_special: bool) -> Int32s:
+        """Return the tokens of a text that goes on: without what the tokenizer adds after it."""
+        _, suffix = self._ends(has_special=has_special)
+        return tokens[: len(tokens) - len(suffix)]
 
     def _ends(self, *, has_special: bool) -> tuple[Int32s, Int32s]:
         """What the tokenizer adds before and after a text."""

@@ -1,5 +1,6 @@
 """The operator without Ray: one row out for each row in, called by many threads."""
 
+import logging
 import threading
 
 import pyarrow as pa
@@ -75,17 +76,22 @@ def test_many_threads_get_their_own_rows(generator):
         assert again == table
 
 
-def test_an_error_of_the_engine_names_the_column(generator):
+def test_an_error_of_the_engine_names_the_column(generator, caplog):
     table = pa.table(
         {
             "prompt": ["x" * 600, "a", "fine"],
             "sampling_params": [None, '{"logit_bias": {"100000": 1}}', None],
         }
     )
-    long, bias, fine = generator(table).column("__inference_error__").to_pylist()
+    with caplog.at_level(logging.INFO, "raymoe.data.generator"):
+        long, bias, fine = generator(table).column("__inference_error__").to_pylist()
+        generator(table)  # nothing new
     assert long.startswith("ConfigError: column 'prompt': the prompt has 601 tokens")
     assert bias.startswith("ConfigError: column 'sampling_params': logit_bias has token 100000")
     assert fine == ""
+    rows = [record.row for record in caplog.records]  # of which Ray's logs in JSON make a field
+    assert rows == ["number 0 of its batch", "number 1 of its batch"]
+    assert "has token 100000" in caplog.records[1].message
 
 
 def test_chat_messages_are_rendered_by_the_template_of_the_model(generator):

@@ -253,6 +253,11 @@ def test_answers_and_chats_are_those_of_transformers(
         wanted = theirs.generate_until(requests, disable_tqdm=True)
         assert ours.generate_until(requests, disable_tqdm=True) == wanted
         assert len(set(wanted)) > len(OPTIONS)
+        empty = Instance("generate_until", {}, ("a b c d", GREEDY | {"until": ["", "x"]}), 0)
+        (text,) = theirs.generate_until([empty], disable_tqdm=True)
+        assert len(theirs.tok_encode(text, add_special_tokens=False)) <= 1
+        with pytest.raises(ConfigError, match="until has an empty text, at which `hf` ends every"):
+            ours.generate_until([empty], disable_tqdm=True)
 
 
 def test_stop_strings_with_special_tokens_end_answers_as_of_transformers(model: Path) -> None:

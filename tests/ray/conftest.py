@@ -31,8 +31,15 @@ def local_ray():
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    environment, settings = _environment(), context.copy()
     yield
     ray.shutdown()
+    assert _environment() == environment
+    assert context == settings  # jobs change the contexts of their own datasets alone
+
+
+def _environment():
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture

@@ -103,5 +103,6 @@ def test_the_series_arrive_with_the_numbers_of_the_rows(ray_with_metrics, tiny_m
     tags = found["ray_raymoe_rows_total", ""][1]
     assert tags["model"] == tiny_model.name
     assert tags["actor"]
+    assert not tags.get("dataset")  # that of Ray Data, which runs no job here
     known = {metric.exported_name for metric in METRICS}
     assert {name for name, _ in found} <= known

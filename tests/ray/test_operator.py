@@ -14,7 +14,7 @@ import ray.data
 from raymoe.config import EngineConfig
 from raymoe.data.cluster import _plan_of
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.sizing import map_batches_kwargs
+from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.engine.engine import Engine
 from raymoe.errors import InfeasiblePlanError
 
@@ -200,6 +200,7 @@ def test_a_wrong_column_name_fails_the_job_and_says_which_there_are(
 def two_generators(path, model, **options):
     """One that writes and one that judges what was written, with reads and maps around."""
     dataset = ray.data.read_parquet(path).repartition(target_num_rows_per_block=16, strict=True)
+    configure_data_context(context=dataset.context)
     for column in ("prompt", "generated_text"):
         arguments = map_batches_kwargs(
             model, sampling_params=PARAMS, id_column="id", **{"engine_config": CONFIG, **options}

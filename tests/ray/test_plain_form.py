@@ -31,6 +31,7 @@ OPTIONS = {
 def plain(ds, model, options=None, **kwargs):
     constructor = {"model_source": str(model), **OPTIONS, **(options or {})}
     kwargs = {"concurrency": 1, **kwargs}
+    raymoe.configure_data_context(context=ds.context)  # has generators checked before they start
     return ds.map_batches(raymoe.MoEGenerator, fn_constructor_kwargs=constructor, **kwargs)
 
 
@@ -79,6 +80,7 @@ def test_a_wrong_argument_is_named_before_an_actor_loads(
 
 def test_a_missing_model_and_a_column_that_no_stage_makes_are_named(local_ray, tiny_model):
     ds = ray.data.from_items([{"prompt": "a"}])
+    raymoe.configure_data_context(context=ds.context)
     with pytest.raises(ConfigError, match="no model_source; give a local model directory"):
         ds.map_batches(raymoe.MoEGenerator, concurrency=1).take_all()
     first = plain(ds, tiny_model)
@@ -145,15 +147,24 @@ ds = ray.data.from_items([{"prompt": str(i)} for i in range(12)])
 options = {"model_source": sys.argv[1], "sampling_params": {"max_tokens": 2}}
 rows = ds.map_batches(raymoe.MoEGenerator, fn_constructor_kwargs=options, concurrency=1).take_all()
 assert len(rows) == 12
+import subprocess
+subprocess.run([sys.executable, "-c", sys.argv[2]], check=True)
+"""
+WITHOUT_RAYMOE = """
+import sys
+sys.modules["raymoe"] = None
+import ray
+ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20)
+assert ray.data.range(3).map(dict).count() == 3
 """
 
 
 @pytest.mark.slow
-def test_the_advice_of_an_actor_reaches_the_user(tiny_model):
+def test_the_advice_of_an_actor_reaches_the_user_and_its_children_need_no_raymoe(tiny_model):
     """In a process of its own: whether the logs of workers are shown is said where Ray starts."""
     places = [Path(raymoe.__file__).parents[1], Path(__file__).parents[2]]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tiny_model)],
+        [sys.executable, "-c", SCRIPT, str(tiny_model), WITHOUT_RAYMOE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},
         capture_output=True,
         text=True,

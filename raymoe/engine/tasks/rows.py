@@ -324,7 +324,9 @@ class RowEncoder:
         assert not isinstance(ids, Text)
         if isinstance(prompt, Text):
             text = dataclasses.replace(prompt, text=prompt.text + lead)
-            prompt = _value(self._tokenizer.encode_all([text])[0])
+            prompt = self._tokenizer.without_end(
+                _value(self._tokenizer.encode_all([text])[0]), has_special=text.has_special
+            )
         return np.concatenate([prompt, ids])
 
     def _encode(
@@ -337,11 +339,15 @@ class RowEncoder:
             return EncodedRow(parts=[(tokens, None, pooling)], num_input_tokens=len(tokens))
         if is_empty(row.prompt):  # a document
             return EncodedRow(parts=self._windows(first), num_input_tokens=len(first))
+        first = self._tokenizer.without_end(first, has_special=has_special)
         num_tokens = min(len(first), self._max_tokens) * len(row.continuations)
         if num_tokens > MAX_ROW_TOKENS:
             raise _too_many_tokens(len(row.continuations), f"{len(first)} tokens")
         parts: list[Part] = []
-        for whole, one in zip(found, row.continuations, strict=True):
+        for tokens, one in zip(found, row.continuations, strict=True):
+            whole = tokens
+            if isinstance(one, str):
+                whole = self._tokenizer.without_end(tokens, has_special=has_special)
             num_targets = len(whole) - (
                 len(first) if isinstance(one, str) else len(whole) - len(one)
             )
@@ -353,7 +359,7 @@ class RowEncoder:
             targets, fitted = whole[-num_targets:], whole
             if truncates == "truncate_left":
                 room = Room(max_tokens=self._max_tokens + 1, on_too_long=truncates)
-                fitted = self._tokenizer.fit(whole, room, has_special=has_special)
+                fitted = self._tokenizer.fit(whole, room, has_special=has_special, has_end=False)
             is_whole = num_targets < len(fitted) and np.array_equal(fitted[-num_targets:], targets)
             if len(fitted) > self._max_tokens + 1 or not is_whole:
                 raise ConfigError(

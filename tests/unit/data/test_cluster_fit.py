@@ -1,16 +1,13 @@
 """Which pipelines find room on which nodes, and what is said of the others."""
 
 import logging
-import os
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from raymoe.data import callbacks, cluster
-from raymoe.data.cluster import CheckFit, PoolWatch, Stage, check_before_start, find_problem
+from raymoe.data.cluster import CheckFit, PoolWatch, Stage, find_problem
 from raymoe.data.generator import MoEGenerator
-from raymoe.data.sizing import map_batches_kwargs
 from raymoe.errors import InfeasiblePlanError
 from raymoe.units import GIB
 
@@ -107,14 +104,6 @@ def test_pipelines_without_a_generator_are_left_alone(monkeypatch):
     start(monkeypatch, OfSomebodyElse)
 
 
-def test_the_check_stands_next_to_callbacks_of_others(monkeypatch):
-    monkeypatch.setattr(cluster, "check_address", lambda: None)
-    monkeypatch.setenv(callbacks.VARIABLE, "somebody.Else")
-    map_batches_kwargs("m")
-    check_before_start()
-    assert os.environ[callbacks.VARIABLE] == "somebody.Else,raymoe.data.cluster.CheckFit"
-
-
 class Pool:
     """Actors by their state: "placed" ones load, "waiting" ones have no node."""
 
@@ -157,7 +146,7 @@ def watch(monkeypatch):
                 "b": {"CPU": 0.5, "memory": 1.0 * GIB},
             },
         )
-        monkeypatch.setattr(cluster.ray._private, "state", state)
+        monkeypatch.setattr(ray._private, "state", state)
         plan = SimpleNamespace(num_actors=2, seconds_with=lambda number: 200 / number)
         options = SimpleNamespace(plan=plan)
         logical = SimpleNamespace(fn=Own, fn_constructor_kwargs=options)

@@ -7,6 +7,7 @@ import pytest
 import ray.util.metrics
 
 from raymoe.data.observer import METRICS, MetricKind, RayMetrics
+from raymoe.data.tracing import OperatorTags
 from tests.unit.data.statuses import ENGINE, ROWS, actor
 
 EXPECTED = {
@@ -73,13 +74,14 @@ def recorded(monkeypatch):
 
 
 def test_counters_grow_by_what_came_since_and_gauges_are_set(recorded):
-    metrics = RayMetrics("/models/mixtral/", "node-a-1-abc")
+    metrics = RayMetrics("/models/mixtral/", "node-a-1-abc", OperatorTags("d_1", "MapBatches_2"))
     metrics.publish(actor())
     metrics.publish(actor())
     engine = dataclasses.replace(ENGINE, num_generated_tokens=1500, num_queued_rows=0)
     rows = dataclasses.replace(ROWS, errors=(("ConfigError", 5), ("DecodeError", 1)))
     metrics.publish(actor(engine=engine, rows=rows))
     tags = {"model": "mixtral", "actor": "node-a-1-abc"}
+    tags |= {"dataset": "d_1", "operator": "MapBatches_2"}
     assert recorded["raymoe_generated_tokens"].told == [(1100.0, tags), (400.0, tags)]
     assert [value for value, _ in recorded["raymoe_queued_rows"].told] == [7, 7, 0]
     errors = [(value, tags["kind"]) for value, tags in recorded["raymoe_error_rows"].told]
@@ -93,4 +95,4 @@ def test_counters_grow_by_what_came_since_and_gauges_are_set(recorded):
 
 
 def test_outside_of_an_actor_there_are_none():
-    assert RayMetrics.in_actor("model", "actor") is None
+    assert RayMetrics.in_actor("model", "actor", OperatorTags()) is None

@@ -74,7 +74,7 @@ def ray_data(monkeypatch):
     ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayActorError=GoneError))
     monkeypatch.setitem(occurrences.sys.modules, "ray", ray)
     here = SimpleNamespace(task=None)
-    monkeypatch.setattr(occurrences, "_current_task", lambda: here.task)
+    monkeypatch.setattr(occurrences, "current_task", lambda: here.task)
 
     def run(task_idx, **kwargs):
         here.task = SimpleNamespace(task_idx=task_idx, kwargs=kwargs)

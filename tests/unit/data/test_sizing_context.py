@@ -13,19 +13,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def context(monkeypatch: pytest.MonkeyPatch) -> DataContext:
-    """That of the process, put back afterwards."""
-    context = DataContext.get_current()
-    names = (
-        "execution_no_progress_timeout_s",
-        "checkpoint_config",
-        "memory_usage_poll_interval_s",
-    )
-    for name in names:
-        monkeypatch.setattr(context, name, getattr(context, name))
-    options = context.execution_options
-    monkeypatch.setattr(options, "preserve_order", options.preserve_order)
-    return context
+def context() -> DataContext:
+    return DataContext.get_current().copy()
 
 
 def test_long_passes_are_no_reason_to_end_a_job(context) -> None:

@@ -165,6 +165,30 @@ def test_what_the_tokenizer_adds_around_a_text_is_not_cut_off(directories, monke
         assert (len(tokens), [*tokens[:2]]) == (20, [0, 0])
 
 
+@pytest.mark.parametrize("prompt", ["a b is", "a b " * 2000 + "is"])
+@pytest.mark.parametrize("truncates", ["error", "truncate_left"])
+def test_what_is_scored_after_a_prompt_has_no_end_token(
+    directories, monkeypatch, prompt, truncates
+):
+    monkeypatch.setattr(module, "WorkerProcess", WithEnds)
+    ours = module.Tokenizer(directories["llama3"], VOCAB_SIZE)
+    labels, limit = [" yes", " no way", "1 2"], 9000 if truncates == "error" else 24
+    encoder = RowEncoder(ours, TaskOptions(task="classify", labels=labels), limit, "lm")
+    (row,) = encoder.encode([TaskRow(prompt, labels)], truncates=truncates)
+    for label, (tokens, targets, _) in zip(labels, row.parts, strict=True):
+        assert ours.decode(targets) == label
+        assert 1 not in {*tokens, *targets}
+        assert [*tokens[:2]] == [0, 0]
+        assert [*tokens[len(tokens) + 1 - len(targets) :]] == [*targets[:-1]]
+    assert row.num_input_tokens == min(limit, len(ours.encode(prompt.rstrip())) - 1)
+    ids = [5, 6, 7]
+    encoder = RowEncoder(ours, TaskOptions(task="score"), limit, "lm")
+    (row,) = encoder.encode([TaskRow(prompt, [ids])], truncates=truncates)
+    ((tokens, targets, _),) = row.parts
+    assert [*targets] == ids
+    assert 1 not in tokens
+
+
 ENDS = processors.TemplateProcessing(
     single="<s> <s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
 )
