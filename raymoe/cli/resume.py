@@ -334,8 +334,7 @@ class ResumeState:
         if not (resume or overwrite) and self._row_files():
             raise ConfigError(
                 f"{self.journal} holds {format_bytes(self.journal_bytes)} of rows of a run that "
-                "was not finished; add --resume (with --id-column) to go on with it or --overwrite "
-                "to start anew"
+                "was not finished; add --resume to go on with it or --overwrite to start anew"
             )
 
     def prepare(self, manifest: Manifest | None, *, resume: bool, has_journal: bool = True) -> None:
@@ -438,13 +437,13 @@ class Counts:
         self.num_input_tokens = self.num_generated_tokens = 0
         self.error_groups = ErrorGroups()
 
-    def see(self, writer: Writer, id_column: str) -> Iterator[WrittenRow]:
+    def see(self, writer: Writer, id_column: str | None) -> Iterator[WrittenRow]:
         """Yield what a resumed run must know of every row, and count it; samples are one row."""
         before: tuple[Any, str] | None = None
         for row in writer.read_written(id_column):
             self.num_generated_tokens += row.num_generated_tokens
             key = row.id, row.file
-            if row.id is None or key != before:
+            if key != before if row.id is not None else not (writer.has_samples and row.sample):
                 self.num_rows += 1
                 self.num_input_tokens += row.num_input_tokens
                 if row.error:
@@ -468,7 +467,7 @@ class Counts:
         )
 
 
-def count_written(writer: Writer, id_column: str) -> Counts:
+def count_written(writer: Writer, id_column: str | None) -> Counts:
     """Read the output of former runs, and count its rows."""
     counts = Counts()
     for _ in counts.see(writer, id_column):
