@@ -27,7 +27,8 @@ from raymoe.cli.pipeline import (
     run_job,
 )
 from raymoe.cli.progress import plain_console, print_summary
-from raymoe.cli.resume import Lease, ResumeState, count_written, find_written
+from raymoe.cli.resume import Lease, ResumeState, Written, count_written, find_written
+from raymoe.cli.resume_without_ids import WrittenRows, find_written_rows
 from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
 from raymoe.cli.storage import Location, without_secrets
@@ -44,8 +45,9 @@ from raymoe.config import (
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.status import FormerRuns, Pairs
-from raymoe.data.tasks import read_task, reader_of
+from raymoe.data.tasks import read_task, read_task_of, reader_of
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
@@ -168,8 +170,8 @@ MessagesColumn = Annotated[
 IdColumn = Annotated[
     str | None,
     typer.Option(
-        help="Tell rows apart by the unique ids in this column. --resume needs it, and with it the "
-        "samples of a row do not depend on other rows.",
+        help="Tell rows apart by the unique ids in this column: --resume finds those that have "
+        "been edited, and the samples of a row do not depend on other rows.",
         show_default=False,
         metavar="NAME",
         rich_help_panel=PROMPTS,
@@ -374,10 +376,11 @@ SortByPrefix = Annotated[
 Journal = Annotated[
     str | None,
     typer.Option(
-        help="Keep finished rows in this directory, for --resume and for actors that are killed; "
-        "the nodes of a cluster must share it. By default it is beside a local output.",
+        help="Keep finished rows in this directory, which the nodes of a cluster must share, or in "
+        "a bucket (s3://jobs/journal), for --resume and for actors that are killed. By default it "
+        "is beside a local output.",
         show_default=False,
-        metavar="DIR",
+        metavar="PATH",
         rich_help_panel=FILES,
     ),
 ]
@@ -624,13 +627,7 @@ def how_to_go_on(job: Job, arguments: Sequence[str]) -> str:
         arguments: Those it was called with.
     """
     kept = [each for each in arguments if each not in {"--overwrite", "--resume"}]
-    command = f"raymoe generate {shlex.join(kept)}"
-    if job.id_column is None:
-        return (
-            "to go on, name a column of unique ids (--id-column NAME), by which --resume finds the "
-            f"rows that are written: {command} --id-column NAME --resume"
-        )
-    return f"to go on: {command} --resume"
+    return f"to go on: raymoe generate {shlex.join(kept)} --resume"
 
 
 def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
@@ -642,7 +639,8 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
     state = _find_output(given["output"], source, given["input_"], given["journal"])
     lease, columns = Lease(state.output), _content_columns(options, source)
     writer = open_writer(state.output, source, has_samples=given["samples_as_rows"],
-                         content_columns=columns, run=lease.run)  # fmt: skip
+                         content_columns=columns, has_ids=id_column is not None,
+                         run=lease.run)  # fmt: skip
     if id_column is not None and isinstance(writer, JsonlWriter):
         check_id_of_lines(source.schema.field(id_column).type, id_column)
     job = Job(
@@ -880,8 +878,6 @@ def _run(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> None:
     if given["dry_run"]:
         show_first_rows(job, plain_console())
         return
-    if given["resume"] and job.id_column is None:
-        raise ConfigError("--resume needs --id-column: it skips the ids that are already written")
     # Before an old output is given up.
     check_model(job.model, job.options, job.engine_config, job.num_actors)
     assert job.lease is not None
@@ -924,8 +920,9 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
     job.writer.prepare(resume=resume, overwrite=overwrite)
     resume_state.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
     if resume_state.journal is None:
-        typer.echo("no journal: rows of an actor that is killed are generated again; --journal DIR "
-                   "keeps them in a directory that all nodes share", err=True)  # fmt: skip
+        typer.echo("no journal: rows of an actor that is killed are generated again; --journal "
+                   "keeps them in a directory that all nodes share, or in a bucket", err=True
+                   )  # fmt: skip
     num_bytes = resume_state.journal_bytes
     if num_bytes:
         size = format_bytes(num_bytes)
@@ -935,23 +932,50 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
 
 
 def _without_written(job: Job, former: FormerRuns, *, retries_errors: bool) -> Job:
-    columns, id_column = _content_columns(job.options, job.source), job.id_column or ""
-    written = find_written(
-        job.source, job.writer, columns, id_column, retries_errors=retries_errors
-    )
-    had_error = "had an error" if retries_errors else "had an error from outside"
-    reasons = {"have been edited since they were written": written.changed,
-               had_error: written.failed}  # fmt: skip
-    for reason, ids in reasons.items():
-        if len(ids):
-            typer.echo(f"{len(ids):,} rows {reason} and are generated again", err=True)
+    if job.id_column is None:
+        typer.echo("no --id-column: rows are known by their cells, and of equal rows as many are "
+                   "written as the output has", err=True)  # fmt: skip
+    columns = _content_columns(job.options, job.source)
+    written = _find_written(job, columns, retries_errors=retries_errors)
     counts = written.counts
     if written.stale:
-        job.writer.drop(written.stale, id_column)
-        counts = count_written(job.writer, id_column)
+        job.writer.drop(written.stale, job.id_column)
+        counts = count_written(job.writer, job.id_column)
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written, former=counts.added_to(former))
+
+
+def _find_written(
+    job: Job, columns: Sequence[str], *, retries_errors: bool
+) -> Written | WrittenRows:
+    """Return the rows of former runs, and say what happens to those that are not as they were."""
+    had_error = "had an error" if retries_errors else "had an error from outside"
+    source, writer = job.source, job.writer
+    if job.id_column is None:
+        rows = find_written_rows(source, writer, columns, is_sampled=_may_be_sampled(job),
+                                 retries_errors=retries_errors)  # fmt: skip
+        _say(f"{had_error} and are generated again", rows.num_failed)
+        _say("are equal to rows that are missing and come again with them", rows.num_again)
+        _say("of the output are like none of the input and stay; with --id-column, a row that has "
+             "been edited takes the place of what it was", rows.num_unknown)  # fmt: skip
+        return rows
+    written = find_written(source, writer, columns, job.id_column, retries_errors=retries_errors)
+    _say("have been edited since they were written and are generated again", len(written.changed))
+    _say(f"{had_error} and are generated again", len(written.failed))
+    return written
+
+
+def _say(what: str, num_rows: int) -> None:
+    if num_rows:
+        typer.echo(f"{num_rows:,} rows {what}", err=True)
+
+
+def _may_be_sampled(job: Job) -> bool:
+    if read_task_of(job.options) is not None:
+        return False
+    params: SamplingParams = job.options["sampling_params"]
+    return not params.is_greedy or SAMPLING_COLUMN in job.source.schema.names
 
 
 def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -24,11 +24,13 @@ from rich.console import Console
 
 from raymoe.cli.progress import Progress
 from raymoe.cli.resume import Lease, Written
+from raymoe.cli.resume_without_ids import WrittenRows
 from raymoe.cli.sources import Source, without_written
 from raymoe.cli.stopping import Stopped, listen, stops_in_order
 from raymoe.cli.writers import RunStats, Writer, write_part
 from raymoe.config import AUTO, EngineConfig, NumActors
 from raymoe.data.address import check_address
+from raymoe.data.bucket import Bucket
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import num_recorded_rows
@@ -204,8 +206,8 @@ class Job:
     engine_config: EngineConfig
     id_column: str | None = None
     lease: Lease | None = None
-    written: Written | None = None
-    journal_dir: Path | None = None
+    written: Written | WrittenRows | None = None
+    journal_dir: Path | Bucket | None = None
     status_dir: Path | None = None
     former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
@@ -275,7 +277,7 @@ def describe_kept(job: Job, run_stats: RunStats) -> str:
     num_before = 0 if job.written is None else job.written.num_rows
     num_written = num_before + run_stats.num_rows
     num_more = 0
-    if job.journal_dir is not None and job.id_column is not None:  # else --resume finds no key
+    if isinstance(job.journal_dir, Path):  # to count those in a bucket, all must be read
         # Written rows are in it too, except those that cannot be generated.
         num_more = max(0, num_recorded_rows(job.journal_dir) - num_written)
     about = "at least " if num_more else ""
@@ -489,10 +491,7 @@ def _dataset(
     job: Job, watch: JobWatch, workload: Workload | None, console: Console
 ) -> ray.data.Dataset:
     """Return the lazy dataset of answers; prints the plan."""
-    dataset = job.source.dataset()
-    if job.id_column is not None and job.written is not None and job.written.num_rows:
-        written = job.written
-        dataset = without_written(dataset, job.id_column, written.ids, written.errors)
+    dataset = _missing_rows(job)
     directory = local_model(job.model)  # actors work elsewhere
     arguments = map_batches_kwargs(
         job.model if directory is None else directory.absolute(),
@@ -519,6 +518,17 @@ def _dataset(
             target_num_rows_per_block=arguments["batch_size"], strict=True
         )
     return dataset.map_batches(MoEGenerator, **arguments)
+
+
+def _missing_rows(job: Job) -> ray.data.Dataset:
+    """Return the rows that are not written yet."""
+    written = job.written
+    if isinstance(written, WrittenRows):
+        return job.source.dataset(written.is_written)
+    dataset = job.source.dataset()
+    if job.id_column is None or written is None or not written.num_rows:
+        return dataset
+    return without_written(dataset, job.id_column, written.ids, written.errors)
 
 
 def _workload(job: Job) -> Workload | None:

@@ -14,6 +14,8 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -533,6 +535,7 @@ def _csv_cells(row: CsvRow, header: CsvHeader) -> dict[str, str]:
 
 # What a task reads of a split; sent to Ray's workers, so it holds no ids.
 Reader = Callable[[Split], Iterator[pa.Table]]
+Flags = npt.NDArray[np.bool_]
 FORMS = ("auto", "table", "openai-batch")
 
 
@@ -561,8 +564,12 @@ class Source(ABC):
         """Yield the rows here, without Ray, with those of these columns that there are."""
 
     @abstractmethod
-    def dataset(self) -> ray.data.Dataset:
-        """Return the rows as a dataset; Ray must be running."""
+    def dataset(self, is_written: Flags | None = None) -> ray.data.Dataset:
+        """Return the rows as a dataset; Ray must be running.
+
+        Args:
+            is_written: Of all rows, in the order of `tables`: those that are left out.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,8 +584,10 @@ class SplitSource(Source):
             for table in self.read(split):
                 yield table.select([name for name in columns if name in table.column_names])
 
-    def dataset(self) -> ray.data.Dataset:
+    def dataset(self, is_written: Flags | None = None) -> ray.data.Dataset:
         splits = [split._asdict() for split in self.splits]
+        if is_written is not None:
+            splits = _with_flags(self.splits, is_written)
         listed = ray.data.from_items(splits, override_num_blocks=max(1, len(splits)))
         read = functools.partial(_read_listed, read=self.read)
         return listed.map_batches(read, batch_size=1, batch_format="pyarrow")
@@ -594,9 +603,33 @@ class TableSource(SplitSource):
             yield from read(split, columns=tuple(columns))
 
 
+FLAGS = "is_written"
+
+
+def _with_flags(splits: Sequence[Split], is_written: Flags) -> list[dict[str, Any]]:
+    """Return the splits that have rows to read, each with a bit for each of its rows."""
+    listed, begin = [], 0
+    for split in splits:
+        flags = is_written[begin : begin + split.num_rows]
+        begin += split.num_rows
+        if not flags.all():
+            listed.append({**split._asdict(), FLAGS: np.packbits(flags).tobytes()})
+    return listed
+
+
 def _read_listed(listed: pa.Table, *, read: Reader) -> Iterator[pa.Table]:
     for row in listed.to_pylist():
-        yield from read(Split(**row))
+        bits = row.pop(FLAGS, None)
+        tables = read(Split(**row))
+        yield from tables if bits is None else _unwritten(tables, bits)
+
+
+def _unwritten(tables: Iterable[pa.Table], bits: bytes) -> Iterator[pa.Table]:
+    is_written, begin = np.unpackbits(np.frombuffer(bits, np.uint8)).astype(bool), 0
+    for table in tables:
+        end = begin + table.num_rows
+        yield table.filter(pa.array(~is_written[begin:end]))
+        begin = end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -634,9 +667,11 @@ class TemplatedSource(Source):
             made = self.template.apply(table)
             yield made.select([name for name in columns if name in made.column_names])
 
-    def dataset(self) -> ray.data.Dataset:
+    def dataset(self, is_written: Flags | None = None) -> ray.data.Dataset:
         apply = self.template.apply
-        return self.base.dataset().map_batches(apply, batch_size=None, batch_format="pyarrow")
+        return self.base.dataset(is_written).map_batches(
+            apply, batch_size=None, batch_format="pyarrow"
+        )
 
 
 def open_source(

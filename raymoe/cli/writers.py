@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 
-from raymoe.cli.sources import Source
+from raymoe.cli.sources import Flags, Source
 from raymoe.cli.storage import NUM_READERS, Location, not_empty
-from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, explode_samples
+from raymoe.data.columns import COUNT_COLUMN, ERROR_COLUMN, INDEX_COLUMN, explode_samples
 from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.json_lines import MAX_WRITTEN_BYTES, read_lines
 from raymoe.data.rows import BadCell, as_text, content_digest, read_cells
@@ -38,6 +38,8 @@ class WrittenRow(NamedTuple):
     Attributes:
         file: Name of the file that it is in.
         num_generated_tokens: Of all samples, or of one where each is a row.
+        cells: Digest of all cells that the input has, of rows without ids.
+        sample: Number of the sample where each is a row.
     """
 
     id: Any
@@ -46,6 +48,8 @@ class WrittenRow(NamedTuple):
     file: str = ""
     num_input_tokens: int = 0
     num_generated_tokens: int = 0
+    cells: str = ""
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,23 @@ class Stale:
         return row.error in self.errors if row.id is None else row.id in self.ids
 
 
+class StaleInOrder:
+    """Rows of an output that no longer belong to the input, by their place; can be used once.
+
+    They are asked for in the order of `Writer.read_written`.
+    """
+
+    def __init__(self, is_stale: Flags) -> None:
+        self._has_any = bool(is_stale.any())
+        self._is_stale = iter(is_stale)
+
+    def __bool__(self) -> bool:
+        return self._has_any
+
+    def holds(self, _row: WrittenRow) -> bool:
+        return bool(next(self._is_stale))
+
+
 class Lines(Protocol):
     """What a line of an output holds."""
 
@@ -77,7 +98,7 @@ class Lines(Protocol):
         """Return the object of a row that cannot be written."""
         ...
 
-    def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
+    def read(self, record: dict[str, Any], id_column: str | None) -> WrittenRow:
         """Return what a resumed run must know of a line."""
         ...
 
@@ -90,11 +111,13 @@ class TableLines:
         json_columns: String columns whose cells are JSON text.
         has_count: Whether rows have a column of how many samples there are.
         content_columns: What the answer of a row depends on.
+        cell_columns: All of the input, where rows have no ids.
     """
 
     json_columns: frozenset[str] = frozenset()
     has_count: bool = False
     content_columns: tuple[str, ...] = ()
+    cell_columns: tuple[str, ...] = ()
 
     def of(self, table: pa.Table) -> Iterator[dict[str, Any]]:
         columns = {name: self._cells(table, name) for name in table.column_names}
@@ -112,15 +135,29 @@ class TableLines:
                 record[name] = None
         return record | {ERROR_COLUMN: problem}
 
-    def read(self, record: dict[str, Any], id_column: str) -> WrittenRow:
+    def read(self, record: dict[str, Any], id_column: str | None) -> WrittenRow:
         """Return what a resumed run must know of a line."""
         check_form(record, has_count=self.has_count)
-        counts = (record.get(name) or 0 for name in TOKEN_COLUMNS)
-        return WrittenRow(record[id_column], record[ERROR_COLUMN], self.digest(record), "", *counts)
+        num_read, num_generated = (record.get(name) or 0 for name in TOKEN_COLUMNS)
+        row = WrittenRow(
+            None if id_column is None else record[id_column],
+            record[ERROR_COLUMN],
+            self.digest(record),
+            num_input_tokens=num_read,
+            num_generated_tokens=num_generated,
+        )
+        if not self.cell_columns:
+            return row
+        sample = record.get(INDEX_COLUMN) or 0 if self.has_count else 0
+        return row._replace(cells=self.cells_digest(record), sample=sample)
 
     def digest(self, record: Mapping[str, Any]) -> str:
         """Digest of what the answer of a row depends on."""
         return content_digest(record.get(name) for name in self.content_columns)
+
+    def cells_digest(self, record: Mapping[str, Any]) -> str:
+        """Digest of all that the input has of a row."""
+        return content_digest(record.get(name) for name in self.cell_columns)
 
     def _cells(self, table: pa.Table, name: str) -> list[Any]:
         cells = read_cells(table, name)
@@ -144,10 +181,10 @@ class BatchLines:
         (record,) = write_responses(row.set_column(place, ERROR_COLUMN, errors))
         return record
 
-    def read(self, record: dict[str, Any], _id_column: str) -> WrittenRow:
+    def read(self, record: dict[str, Any], _id_column: str | None) -> WrittenRow:
         """Return what a resumed run must know of a line."""
-        row_id, error, digest, *counts = read_response(record)
-        return WrittenRow(row_id, error, digest, "", *counts)
+        row_id, error, digest, num_read, num_generated = read_response(record)
+        return WrittenRow(row_id, error, digest, "", num_read, num_generated)
 
 
 def write_lines(lines: Lines, table: pa.Table) -> Iterator[bytes]:
@@ -181,7 +218,7 @@ def _line_of_row(lines: Lines, row: pa.Table) -> bytes:
 
 
 def read_rows(
-    lines: Lines, file: IO[bytes], id_column: str, *, where: Location
+    lines: Lines, file: IO[bytes], id_column: str | None, *, where: Location
 ) -> Iterator[tuple[bytes, WrittenRow]]:
     """Yield each line, and what a resumed run must know of it.
 
@@ -199,8 +236,8 @@ def read_rows(
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RaymoeError(
-                f"{where} line {number} has no readable {id_column!r}: {error!r}; delete the line "
-                "and resume again to generate its row anew"
+                f"{where} line {number} has no readable {id_column or ERROR_COLUMN!r}: {error!r}; "
+                "delete the line and resume again to generate its row anew"
             ) from error
         yield line.data, row._replace(file=where.name)
 
@@ -385,11 +422,11 @@ class Writer(ABC):
         """Make the place ready; refuse one that is not empty unless told how to treat it."""
 
     @abstractmethod
-    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+    def read_written(self, id_column: str | None) -> Iterator[WrittenRow]:
         """Yield what a resumed run must know of every row that is already there, by file."""
 
     @abstractmethod
-    def drop(self, stale: Stale, id_column: str) -> None:
+    def drop(self, stale: Stale | StaleInOrder, id_column: str | None) -> None:
         """Remove rows that are there."""
 
     @abstractmethod
@@ -452,13 +489,13 @@ class JsonlWriter(Writer):
         directory.make_dir()
         self._find_parts()
 
-    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+    def read_written(self, id_column: str | None) -> Iterator[WrittenRow]:
         for one in self._files():
             with one.open_lines() as file:
                 for _, row in read_rows(self.lines, file, id_column, where=one):
                     yield row
 
-    def drop(self, stale: Stale, id_column: str) -> None:
+    def drop(self, stale: Stale | StaleInOrder, id_column: str | None) -> None:
         for one in self._files():
             with one.open_lines() as opened, one.replacing() as file:
                 rows = read_rows(self.lines, opened, id_column, where=one)
@@ -554,12 +591,12 @@ class ParquetWriter(Writer):
                 part.delete()
         self._find_parts()
 
-    def read_written(self, id_column: str) -> Iterator[WrittenRow]:
+    def read_written(self, id_column: str | None) -> Iterator[WrittenRow]:
         with ThreadPoolExecutor(NUM_READERS) as pool:
             for rows in pool.map(self._reader(id_column), self.shards.find()):
                 yield from rows
 
-    def drop(self, stale: Stale, id_column: str) -> None:
+    def drop(self, stale: Stale | StaleInOrder, id_column: str | None) -> None:
         read = self._reader(id_column)
         for part in self.shards.find():
             rows = read(part)
@@ -580,12 +617,12 @@ class ParquetWriter(Writer):
             if part.name not in self._names:
                 part.delete()
 
-    def _reader(self, id_column: str) -> Callable[[Location], list[WrittenRow]]:
+    def _reader(self, id_column: str | None) -> Callable[[Location], list[WrittenRow]]:
         assert isinstance(self.lines, TableLines)
         return functools.partial(_read_rows, id_column=id_column, lines=self.lines)
 
 
-def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[WrittenRow]:
+def _read_rows(part: Location, *, id_column: str | None, lines: TableLines) -> list[WrittenRow]:
     try:
         with part.open_file() as opened, pq.ParquetFile(opened) as file:
             names = file.schema_arrow.names
@@ -594,8 +631,10 @@ def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[Wri
                 id_column,
                 ERROR_COLUMN,
                 COUNT_COLUMN,
+                INDEX_COLUMN,
                 *TOKEN_COLUMNS,
                 *lines.content_columns,
+                *lines.cell_columns,
             }
             table = file.read(columns=[name for name in names if name in columns])
         return [
@@ -603,8 +642,8 @@ def _read_rows(part: Location, *, id_column: str, lines: TableLines) -> list[Wri
         ]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise RaymoeError(
-            f"{part} has no readable column {id_column!r}: {error}; delete the file and "
-            "resume again to generate its rows anew"
+            f"{part} has no readable column {id_column or ERROR_COLUMN!r}: {error}; delete the "
+            "file and resume again to generate its rows anew"
         ) from error
 
 
@@ -614,6 +653,7 @@ def open_writer(
     *,
     has_samples: bool = False,
     content_columns: tuple[str, ...] = (),
+    has_ids: bool = True,
     run: str = "",
 ) -> Writer:
     """Return a file of JSON lines when the name ends in .jsonl, else a directory of parquet.
@@ -622,6 +662,7 @@ def open_writer(
         source: Where the rows come from; requests of OpenAI's batch form become responses.
         has_samples: Each sample becomes a row.
         content_columns: What the answer of a row depends on.
+        has_ids: Whether a column tells rows apart; else all their cells do.
         run: Id of the run, in the names of its parts.
 
     Raises:
@@ -631,7 +672,8 @@ def open_writer(
         raise ConfigError(f"--output {location} is a bucket; name a place in it, such as "
                           f"{location}/answers")  # fmt: skip
     has_count = has_samples or COUNT_COLUMN in source.schema.names
-    lines = TableLines(source.json_columns, has_count, content_columns)
+    cells = () if has_ids else tuple(source.schema.names)
+    lines = TableLines(source.json_columns, has_count, content_columns, cells)
     if location.suffix == ".jsonl":
         return JsonlWriter(
             location=location,

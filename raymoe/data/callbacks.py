@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _CALLBACKS = (
     ("raymoe.data.before_start", "PrepareGenerators"),
+    ("raymoe.data.journal_use", "UseJournals"),
     ("raymoe.data.cluster", "CheckFit"),
 )
 

@@ -283,7 +283,6 @@ def refused(capfd, *arguments):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--resume",), "--resume needs --id-column"),
         (("--resume", "--overwrite", "--id-column", "id"), "contradict each other"),
         (("--id-column", "key"), "no line has the key 'key'"),
         (("--prompt-column", "question"), "neither column 'question' nor 'messages' exists"),

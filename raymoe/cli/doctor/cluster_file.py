@@ -288,14 +288,9 @@ def _command(file: ClusterFile) -> Outcome:
     if not file.command:
         return Outcome("no raymoe generate", Status.FAILED, "write the file again")
     given = _parsed("generate", file.command)
-    missing = [
-        option
-        for option, is_given in (("--id-column", given["id_column"]), ("--resume", given["resume"]))
-        if not is_given
-    ]
-    if not missing:
+    if given["resume"]:
         return Outcome(f"{len(file.command)} words, of which all options are known")
-    advice = f"give {' and '.join(missing)}, so that a job that starts again goes on"
+    advice = "give --resume, so that a job that starts again goes on"
     return Outcome("starts from the first row again", Status.WARNING, advice)
 
 
@@ -335,7 +330,7 @@ def _journal(file: ClusterFile) -> Outcome:
     output, journal = file.option("--output") or "", file.option("--journal")
     if journal is None and "://" not in output:
         return Outcome(f"beside {output}, which all nodes see")
-    if journal is not None and _is_under(journal, file.shared):
+    if journal is not None and ("://" in journal or _is_under(journal, file.shared)):
         return Outcome(f"{journal}, which all nodes see")
     advice = "give --journal a directory that all nodes see, so that no finished row is lost"
     return Outcome(f"journal: {journal or 'none'}", Status.FAILED, advice)
