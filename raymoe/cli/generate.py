@@ -45,6 +45,7 @@ from raymoe.config import (
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.remote_args import take_remote_args
 from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, read_task_of, reader_of
@@ -430,6 +431,16 @@ NumActors = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+RayRemoteArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Run engines where Ray's options of an actor say, such as accelerator_type=L4 or "
+        'label_selector={"market": "spot"}; only such nodes are counted. Repeat it for several.',
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option(
@@ -589,6 +600,7 @@ def run(  # noqa: PLR0913 - the options of a command
     dtype: Dtype = "auto",
     device: Device = "auto",
     num_actors: NumActors = AUTO,  # type: ignore[assignment]  # as above
+    ray_remote_args: RayRemoteArgs = None,
     batch_size: BatchSize = None,
     num_threads: NumThreads = None,
     tensor_parallel_size: TensorParallelSize = 1,
@@ -602,10 +614,7 @@ def run(  # noqa: PLR0913 - the options of a command
     task: Task = "generate",
     task_options: TaskOptionsText = "{}",
 ) -> None:
-    """Generate text for every row of a table; every input row gives one output row.
-
-    The column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
-    """
+    """Generate text for each row, in a local Ray or RAY_ADDRESS's; errors are a column."""
     _run_until_stopped(context.params, context.obj or sys.argv[2:])
 
 
@@ -647,6 +656,7 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
         source=source, options=options, engine_config=config, id_column=id_column, writer=writer,
         lease=lease, journal_dir=None if given["no_journal"] else state.journal,
         status_dir=state.status, settings=_settings(given), is_sorted=given["sort_by_prefix"],
+        remote_args=_remote_args(given),
         **{name: given[name] for name in OF_JOB},
     )  # fmt: skip
     return job, state
@@ -709,6 +719,9 @@ def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Engin
 
 def _settings(params: Mapping[str, Any]) -> Pairs:
     texts = {name.rstrip("_"): str(value) for name, value in params.items()}
+    if params["ray_remote_args"]:  # the variables of a runtime environment may be secrets
+        names = (text.partition("=")[0] for text in params["ray_remote_args"])
+        texts["ray_remote_args"] = ", ".join(names)
     addresses = {name: text for name, text in texts.items() if name in ADDRESSES and "://" in text}
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
 
@@ -976,6 +989,18 @@ def _may_be_sampled(job: Job) -> bool:
         return False
     params: SamplingParams = job.options["sampling_params"]
     return not params.is_greedy or SAMPLING_COLUMN in job.source.schema.names
+
+
+def _remote_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where engines may run, as `map_batches_kwargs` has it."""
+    args = {}
+    for text in given["ray_remote_args"] or ():
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            raise ConfigError(f"--ray-remote-args {text}: it takes KEY=VALUE")
+        args[name] = _value(value)
+    take_remote_args({"ray_remote_args": args})
+    return {"ray_remote_args": args} if args else {}
 
 
 def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:
