@@ -302,8 +302,7 @@ class MoEGenerator:
             defaults=generation_params(sampling_params, self._schema), prompt_column=prompt_column,
             messages_column=messages_column, id_column=id_column, tools_column=tools_column,
             error_column=error_column, has_choices=has_choices,
-            chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}),
-        )  # fmt: skip
+            chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}))  # fmt: skip
         self._reader, self._columns = reader_and_columns(reader, self._task, prefix)
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
@@ -317,8 +316,7 @@ class MoEGenerator:
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
-            template = read_chat_template(identity.directory)
-            parser = "auto" if self._task else shortest_name(reasoning_parser, template)
+            parser = "auto" if self._task else _shortest(reasoning_parser, identity.directory)
             parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parser)
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
@@ -546,6 +544,10 @@ def _close(reference: "weakref.ref[MoEGenerator]") -> None:
     operator = reference()
     if operator is not None:
         operator.close()
+
+
+def _shortest(reasoning_parser: str, directory: Path) -> str:
+    return shortest_name(reasoning_parser, read_chat_template(directory))
 
 
 def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:

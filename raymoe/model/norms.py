@@ -69,7 +69,7 @@ class HeadLayerNorms:
     def __call__(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """Norm matrices [T, heads * D] in place, by weights [heads, D], and round once."""
         for part_TX, weight_ND in zip(parts, weights, strict=True):
-            heads_TND = part_TX.float().unflatten(1, weight_ND.shape)
+            heads_TND = part_TX.float().view(len(part_TX), *weight_ND.shape)
             normed_TND = functional.layer_norm(heads_TND, weight_ND.shape[1:], eps=self._eps)
             part_TX.copy_((normed_TND * weight_ND.float()).flatten(1))
 

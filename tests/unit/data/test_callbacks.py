@@ -10,9 +10,13 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from raymoe.data.before_start import PrepareGenerators
 from raymoe.data.callbacks import register_callbacks
 from raymoe.data.cluster import CheckFit
+from raymoe.data.journal_use import UseJournals
 
 # Ray warns of its own defaults, too.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+OURS = [PrepareGenerators, UseJournals, CheckFit]
 
 
 class OfSomebodyElse(ExecutionCallback):
@@ -36,7 +40,7 @@ def test_callbacks_are_there_once_beside_those_of_others_and_in_copies(context):
     register_callbacks(context)
     copied = context.copy()
     register_callbacks(copied)
-    assert made(context) == made(copied) == [OfSomebodyElse, PrepareGenerators, CheckFit]
+    assert made(context) == made(copied) == [OfSomebodyElse, *OURS]
 
 
 def test_a_worker_without_raymoe_loads_the_context_and_calls_nothing_of_ours(context, monkeypatch):
@@ -46,7 +50,7 @@ def test_a_worker_without_raymoe_loads_the_context_and_calls_nothing_of_ours(con
     loaded = ray.cloudpickle.loads(data)
     first, *ours = (one() for one in loaded.custom_execution_callback_classes)
     assert type(first) is OfSomebodyElse
-    assert len(ours) == 2
+    assert len(ours) == len(OURS)
     assert all(isinstance(one, ExecutionCallback) for one in ours)
     assert all(
         type(one).before_execution_starts is ExecutionCallback.before_execution_starts
