@@ -187,7 +187,7 @@ def model_by_name(text: str) -> ModelSpec:
         return model_preset(text)
     if text.count("/") == 1 and is_hub_name(text) and not path.parent.is_dir():
         # It is slow to import, and presets and directories do not need it.
-        from raymoe.memory.checkpoint import fetch_config  # noqa: PLC0415
+        from raymoe.download.hub import fetch_config  # noqa: PLC0415
 
         config = fetch_config(text)
         return ModelSpec.from_config(read_config(config.parent), name=text)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raymoe.cli import model_by_name
+from raymoe.download.hub import fetch_config
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.differences import differences_from_others, differences_of
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS

@@ -18,10 +18,12 @@ from raymoe.config import (
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal import forget_errors
+from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
+from raymoe.download.files import UnreachableError
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
 from raymoe.specs.files import expanded
@@ -47,7 +49,7 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
 
     Args:
         ds: With a column ``prompt`` (text or token ids) or ``messages``; other columns are kept.
-        model: A local model directory, or a name on the Hugging Face hub.
+        model: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         options: Fields of `SamplingParams` (``max_tokens=256, temperature=0.0``), and options of
             `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``). Also
             ``prompt_template``, Jinja over the columns of a row that makes its prompt;
@@ -110,6 +112,7 @@ def _generated_from(
     template: PromptTemplate, ds: "Dataset", model: str | Path, options: Mapping[str, Any]
 ) -> "Dataset":
     """Return the answers to prompts of a template, without the column of its errors."""
+    fetch_for_plan(model)
     template.check_model(model)
     names = find_columns(ds)
     if names is not None:
@@ -128,6 +131,8 @@ def _generated(
     if context.execution_no_progress_timeout_s == type(context)().execution_no_progress_timeout_s:
         order = context.execution_options.preserve_order  # the user's own settings stay
         configure_data_context(context=context, preserve_order=order)
+    if more.get("runtime_env"):  # it may hold the access token of the actors
+        fetch_for_plan(model, runtime_env=more["runtime_env"])
     kwargs = map_batches_kwargs(model, ds=ds, **options)
     ds = ds.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
     return ds.map_batches(MoEGenerator, **kwargs, **more)
@@ -141,7 +146,7 @@ class MoEEngineProcessorConfig:
     field whose value has no meaning for raymoe.
 
     Attributes:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         batch_size: Rows of one call of the operator.
         concurrency: Actors, or the fewest and the most; None runs as many as the cluster has room
             for.
@@ -307,6 +312,8 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     of_pool = inspect.signature(map_batches_kwargs).parameters
     of_rows = {name: value for name, value in options.items() if name not in of_pool}
     check_options(given["model_source"], of_rows, of_pool)
+    _fetch_for_plan(given)
+    check_options(given["model_source"], of_rows, of_pool)  # again, as `map_batches_kwargs` does
     remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
     return Processor(
         model_source=str(given["model_source"]),
@@ -324,6 +331,13 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
 
 def _same(row: Row) -> Row:
     return row
+
+
+def _fetch_for_plan(given: Mapping[str, Any]) -> None:
+    try:
+        fetch_for_plan(given["model_source"], runtime_env=given["runtime_env"])
+    except UnreachableError as error:  # a job with it asks again
+        logger.info("nothing is known of the model yet: %s", error)
 
 
 def _fields_of(config: Any) -> Row:

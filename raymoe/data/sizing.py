@@ -22,8 +22,10 @@ from raymoe.config import (
 from raymoe.data.before_start import check_rows, generator_options
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
+from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
+from raymoe.download.models import find_files
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.output_schema import OutputSchema
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
@@ -123,12 +125,12 @@ def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: floa
 def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node: int) -> int:
     """Return the weight bytes that the plan of one actor counts but other actors hold.
 
-    0 if nothing is shared, and for a model that is not on this machine yet.
+    0 if nothing is shared, and for a model whose configuration is not on this machine.
     """
-    is_here = (Path(model_source) / "config.json").is_file()
-    if config.shared_weights is not True or not is_here:
+    directory = find_files(model_source) if config.shared_weights is True else None
+    if directory is None:
         return 0
-    spec = _read_model(model_source, config)
+    spec = _read_model(directory, config)
     num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
     num_bytes += spec.table_bytes
     return num_bytes * (actors_per_node - 1) // actors_per_node
@@ -251,7 +253,10 @@ def _check_options(
     shadow = find_shadow(directories_of_workers())
     if shadow is not None:
         raise ConfigError(shadow)
-    check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
+    others = inspect.signature(map_batches_kwargs).parameters
+    check_options(model_source, options, others)
+    fetch_for_plan(model_source)
+    check_options(model_source, options, others)  # again: more is known of the model now
     if ds is not None:
         check_rows(ds._logical_plan.dag, model_source, options)  # noqa: SLF001 - as in `find_workload`
     check_before_start()
@@ -679,16 +684,17 @@ def plan_actor(
     """Plan for one actor as its engine will; None if the model or the node is not known here.
 
     Args:
-        model_source: Only a local directory can be planned for.
+        model_source: Planned for if its configuration is on this machine.
         node: The actor's share of its node; the hardware of the configuration has precedence.
 
     Raises:
         InfeasiblePlanError: The model does not fit the node; lists the memory needed.
     """
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
-    if given is None or not (Path(model_source) / "config.json").is_file():
+    directory = find_files(model_source)
+    if given is None or directory is None:
         return None
-    spec = _read_model(model_source, config).with_state_dtype(config.state_dtype)
+    spec = _read_model(directory, config).with_state_dtype(config.state_dtype)
     if config.compute_dtype == "int8" and spec.quantization is None:
         spec = spec.with_int8()
     dtype = dtype_of(spec, config)

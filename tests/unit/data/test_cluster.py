@@ -9,6 +9,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 
 from raymoe.config import EngineConfig
+from raymoe.data import sizing
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_job
@@ -34,6 +35,7 @@ def nodes(monkeypatch):
     """The nodes that Ray names; a test fills it."""
     found: list[dict] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(sizing, "fetch_for_plan", lambda _: None)  # nobody has the model "m"
     monkeypatch.setattr(
         ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in found]
     )
