@@ -173,7 +173,7 @@ def size(text: object) -> int:
 
 
 def model_by_name(text: str) -> ModelSpec:
-    """The model of --model: a preset, a directory with a `config.json`, or a name on the hub.
+    """The model of --model: a preset, a directory with a `config.json`, a hub's name or a URI.
 
     Raises:
         UnknownOptionError: Neither; names the nearest preset.
@@ -191,9 +191,13 @@ def model_by_name(text: str) -> ModelSpec:
 
         config = fetch_config(text)
         return ModelSpec.from_config(read_config(config.parent), name=text)
+    if "://" in text:
+        from raymoe.download.models import fetch_files  # noqa: PLC0415 - as above
+
+        return ModelSpec.from_directory(fetch_files(text))
     raise ConfigError(
         f"--model {text} is neither a directory nor a known model; give a directory with a "
-        f"config.json, a name on the Hugging Face hub (OWNER/NAME), or one of "
+        f"config.json, a name on the Hugging Face hub (OWNER/NAME), a URI (s3://...), or one of "
         f"{', '.join(MODEL_PRESETS)}"
     )
 

@@ -38,8 +38,8 @@ from raymoe.units import format_bytes
 Source = Annotated[
     str | None,
     typer.Argument(
-        help="Describe this model: a directory, a config.json, a name on the Hugging Face hub, or "
-        "a short name; without it, all short names are listed.",
+        help="Describe this model: a directory, a config.json, a name on the Hugging Face hub, a "
+        "URI of a store, or a short name; without it, all short names are listed.",
         metavar="[MODEL]",
     ),
 ]

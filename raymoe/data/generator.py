@@ -203,7 +203,7 @@ class MoEGenerator:
     ``choices``, with ``logprobs`` and ``prompt_logprobs`` columns of these names.
 
     Args:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         sampling_params: Defaults for every row; ``max_tokens``, ``temperature`` and so on. A column
             ``sampling_params`` (struct or JSON text) overrides them for its row, key by key.
         prompt_column: Text, or token ids.

@@ -196,7 +196,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     ``engine_config={"hardware": ...}`` describes nodes to come.
 
     Args:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         num_actors: Engines; "auto": one per GPU (per `tensor_parallel_size`), or per node without
             any, fewer if more hardly help. Those on GPUs of one node may share its weights.
         min_actors: With fewer than `num_actors`, Ray starts the others if rows wait for them.

@@ -1,11 +1,13 @@
-"""What is meant by a model: a directory of this machine, or a name on the Hugging Face hub."""
+"""What is meant by a model: a directory, a name on the Hugging Face hub, or objects in a store."""
 
 import logging
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from raymoe.download.copies import find_copy
 from raymoe.download.files import RemoteModel
 from raymoe.download.hub import HubModel
+from raymoe.download.stores import StoreModel
 from raymoe.specs.adapter_config import base_and_adapter
 from raymoe.specs.files import CONFIG_FILE, local_model, read_config
 from raymoe.specs.model import ModelSpec
@@ -19,13 +21,21 @@ def open_model(model_source: str | Path, *, revision: str | None = None) -> Path
     """Return the directory or the remote model that is meant; nothing is asked for.
 
     Args:
-        model_source: A directory, or a hub name such as "mistralai/Mixtral-8x7B-Instruct-v0.1".
+        model_source: A directory, a hub name such as "mistralai/Mixtral-8x7B-Instruct-v0.1" (also
+            after "hf://"), or a URI such as "s3://bucket/models/Mixtral-8x7B".
         revision: Branch, tag or commit of a hub name.
 
     Raises:
         ConfigError: None of these.
     """
-    return local_model(model_source) or HubModel(str(model_source), revision)
+    name = str(model_source)
+    if name.startswith("hf://"):
+        return HubModel.parse(name)
+    if name.startswith("file://"):
+        return open_model(unquote(urlsplit(name).path))
+    if "://" in name:
+        return StoreModel(name.rstrip("/"))
+    return local_model(model_source) or HubModel(name, revision)
 
 
 def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:

@@ -48,8 +48,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def local_model(model_source: str | Path) -> Path | None:
-    """Return the directory that is meant; None for a name on the hub; ConfigError for neither."""
+    """Return the directory that is meant; None for a name on the hub or a URI, else ConfigError."""
     name = str(model_source)
+    if "://" in name:
+        return None
     path = expanded(model_source) if name.startswith("~") else Path(model_source)
     if path.is_dir():
         return path
