@@ -27,13 +27,13 @@ from lm_eval.models.utils import (
 from transformers import AutoTokenizer
 
 from raymoe.config import SAMPLING_NAMES, EngineConfig, SamplingParams
+from raymoe.download.models import resolve_model
 from raymoe.engine.engine import Engine
 from raymoe.engine.outputs import Generation
 from raymoe.engine.request import MIN_SPECIAL_CHARACTERS
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import Tokenizer, check_template_kwargs, find_stop
 from raymoe.errors import ConfigError, ExecutionError
-from raymoe.memory.checkpoint import resolve_model
 from raymoe.specs.files import MAX_TOKEN_ID, read_json_object
 from raymoe.specs.model import ModelSpec
 

@@ -11,6 +11,8 @@ from hypothesis import settings
 
 # At the end: the source tree has no compiled module and must not hide the installed package.
 sys.path.append(str(Path(__file__).parent.parent))
+# Read when the hub's library is imported; the names of models that tests give exist nowhere.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests import triton_mode
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raymoe.memory.checkpoint import INDEX_FILE
 from raymoe.memory.weights import DummyWeights
+from raymoe.specs.files import INDEX_FILE
 from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import model_weights

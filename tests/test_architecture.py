@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "model": {"errors", "specs", "codecs", "kernels"},
     "memory": BASE | {"specs", "codecs", "schedule", "device", "kernels"},
     "runtime": {"errors", "schedule", "device", "memory", "model", "kernels", "_native"},
+    "download": BASE | {"config", "periodic", "specs"},
     "assets": set(),
     "chat": {"errors"},
 }
@@ -45,6 +46,7 @@ MAY_IMPORT["measure"] = {*MAY_IMPORT} - {
     "output_schema",
     "structured",
     "assets",
+    "download",
     "safe_text",
     "periodic",
 }
@@ -61,6 +63,7 @@ MAY_IMPORT["data"] = BASE | {
     "specs",
     "schedule",
     "plan",
+    "download",
     "engine",
     "chat",
 }
@@ -75,7 +78,7 @@ MAY_IMPORT["openai"] = BASE | {
     "specs",
     "data",
 }
-MAY_IMPORT["lm_eval"] = {"errors", "config", "specs", "memory", "engine", "data"}
+MAY_IMPORT["lm_eval"] = {"errors", "config", "specs", "download", "engine", "data"}
 EVERYTHING = {*MAY_IMPORT, "bench", "doctor", "cli"}
 MAY_IMPORT["__main__"] = {"cli", "shadows"}
 MAY_IMPORT["bench"] = EVERYTHING - {"cli"}

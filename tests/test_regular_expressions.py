@@ -35,7 +35,7 @@ LOCALS = {
     },
     "doctor/machine.py": {"field": "MemAvailable"},
     "cli/writers.py": {"PREFIX": "part-", "suffix": r"\.jsonl"},
-    "cli/storage.py": {"words": "NoSuchKey|404"},
+    "download/uris.py": {"words": "NoSuchKey|404"},
     "specs/quantization.py": {"name": "self_attn.q_proj"},
 }
 # Patterns of configurations, for which `specs.module_patterns` decides what is understood; those
@@ -255,6 +255,6 @@ def test_patterns_that_are_slow_are_found(pattern, monkeypatch):
 
 
 def test_all_modules_with_patterns_are_looked_at():
-    for place in ("engine/grammar_source.py", "chat/tool_calls.py", "cli/storage.py", "units.py"):
+    for place in ("engine/grammar_source.py", "chat/tool_calls.py", "download/uris.py", "units.py"):
         assert patterns_of(place)
     assert sum(len(patterns_of(place)) for place in PLACES) > 40

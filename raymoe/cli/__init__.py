@@ -175,7 +175,7 @@ def size(text: object) -> int:
 
 
 def model_by_name(text: str) -> ModelSpec:
-    """The model of --model: a preset, a directory with a `config.json`, or a name on the hub.
+    """The model of --model: a preset, a directory with a `config.json`, a hub's name or a URI.
 
     Raises:
         UnknownOptionError: Neither; names the nearest preset.
@@ -189,12 +189,16 @@ def model_by_name(text: str) -> ModelSpec:
         return model_preset(text)
     if text.count("/") == 1 and is_hub_name(text) and not path.parent.is_dir():
         # It is slow to import, and presets and directories do not need it.
-        from raymoe.memory.checkpoint import fetch_config  # noqa: PLC0415
+        from raymoe.download.hub import fetch_config  # noqa: PLC0415
 
         config = fetch_config(text)
         return ModelSpec.from_config(read_config(config.parent), name=text)
+    if "://" in text:
+        from raymoe.download.models import fetch_files  # noqa: PLC0415 - as above
+
+        return ModelSpec.from_directory(fetch_files(text))
     raise ConfigError(
         f"--model {text} is neither a directory nor a known model; give a directory with a "
-        f"config.json, a name on the Hugging Face hub (OWNER/NAME), or one of "
+        f"config.json, a name on the Hugging Face hub (OWNER/NAME), a URI (s3://...), or one of "
         f"{', '.join(MODEL_PRESETS)}"
     )

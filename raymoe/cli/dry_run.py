@@ -15,9 +15,9 @@ from raymoe.data.rows import RowRequest
 from raymoe.data.sizing import plan_job
 from raymoe.data.tasks import reader_of
 from raymoe.data.workload import SAMPLED_ROWS, resized, workload_of
+from raymoe.download.models import find_model
 from raymoe.engine.tokenizer import Room, Text, Tokenizer
 from raymoe.errors import RaymoeError
-from raymoe.memory.checkpoint import find_model
 from raymoe.report import cut
 from raymoe.safe_text import harmless
 from raymoe.specs.model import ModelSpec

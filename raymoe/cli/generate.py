@@ -31,7 +31,7 @@ from raymoe.cli.resume import Lease, ResumeState, Written, count_written, find_w
 from raymoe.cli.resume_without_ids import WrittenRows, find_written_rows
 from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
-from raymoe.cli.storage import Location, without_secrets
+from raymoe.cli.storage import Location
 from raymoe.cli.writers import JsonlWriter, check_apart, open_writer
 from raymoe.config import (
     AUTO,
@@ -49,6 +49,7 @@ from raymoe.data.remote_args import take_remote_args
 from raymoe.data.rows import SAMPLING_COLUMN
 from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, read_task_of, reader_of
+from raymoe.download.uris import without_secrets
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
 from raymoe.engine.tokenizer import check_template_kwargs
 from raymoe.errors import ConfigError, RaymoeError
@@ -70,8 +71,9 @@ MACHINE = "Machine"
 Model = Annotated[
     str,
     typer.Option(
-        help="Use the model in this directory, or of this name on the Hugging Face hub.",
-        metavar="DIR|NAME",
+        help="Use the model in this directory, of this name on the Hugging Face hub, or at this "
+        "URI (s3://, gs://, abfs://, hf://).",
+        metavar="DIR|NAME|URI",
         rich_help_panel=START,
     ),
 ]
@@ -549,7 +551,7 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "j
                   "ignore_eos")  # fmt: skip
 ENGINE_FLAGS = ("adapter", "dtype", "num_threads", "on_too_long", "split_special_tokens", "seed",
                 "device", "tensor_parallel_size", "max_model_len")  # fmt: skip
-ADDRESSES = frozenset({"input", "output", "journal"})
+ADDRESSES = frozenset({"input", "journal", "model", "output"})
 OF_JOB = ("model", "num_actors", "batch_size", "price_per_hour", "currency",
           "preserve_order", "verbose")  # fmt: skip
 OF_BATCHES = ("input_", "output", "prompt_column", "messages_column", "id_column", "tools_column",

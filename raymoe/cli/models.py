@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raymoe.cli import model_by_name
+from raymoe.download.hub import fetch_config
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.memory.checkpoint import fetch_config
 from raymoe.memory.weights import WeightStore
 from raymoe.specs.differences import differences_of
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
@@ -38,8 +38,8 @@ from raymoe.units import format_bytes
 Source = Annotated[
     str | None,
     typer.Argument(
-        help="Describe this model: a directory, a config.json, a name on the Hugging Face hub, or "
-        "a short name; without it, all short names are listed.",
+        help="Describe this model: a directory, a config.json, a name on the Hugging Face hub, a "
+        "URI of a store, or a short name; without it, all short names are listed.",
         metavar="[MODEL]",
     ),
 ]

@@ -35,6 +35,7 @@ from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import num_recorded_rows
 from raymoe.data.manifest import Manifest
+from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.rows import SAMPLING_COLUMN, TEMPLATE_COLUMN
 from raymoe.data.sizing import (
     configure_data_context,
@@ -62,16 +63,16 @@ from raymoe.data.status import (
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import SAMPLED_ROWS, workload_of
 from raymoe.device.host import read_host
+from raymoe.download.files import is_complete
+from raymoe.download.models import fetch_files, find_files, find_model
 from raymoe.engine.identity import ModelIdentity
-from raymoe.engine.rank_model import configured_model, open_weights, read_model
+from raymoe.engine.rank_model import open_weights, read_model
 from raymoe.engine.tasks.rows import check_head
-from raymoe.errors import ExecutionError, RaymoeError
-from raymoe.memory.checkpoint import check_hub_is_known, fetch_config, find_model
+from raymoe.errors import CheckpointError, ExecutionError, RaymoeError
 from raymoe.periodic import Periodic
 from raymoe.plan.prediction import ROWS_OF_A_PART
 from raymoe.safe_text import harmless
-from raymoe.specs.files import check_adapter, local_model, read_config
-from raymoe.specs.model import ModelSpec
+from raymoe.specs.files import check_adapter, local_model
 from raymoe.specs.workload import Workload
 from raymoe.status_view import JobView
 from raymoe.units import CURRENCY, MIB
@@ -314,7 +315,7 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> No
     with beside, running_ray(preserve_order=job.preserve_order, verbose=job.verbose):
         try:
             run_stats.started_s = time.monotonic()
-            dataset = _dataset(job, watch, workload.result(), console)
+            dataset = _dataset(job, watch, _known(workload.result(), job), console)
             with Progress(lambda: watch.view, console):
                 _drain(job, dataset, run_stats, console)
             run_stats.finished_s = time.monotonic()
@@ -330,7 +331,10 @@ def _run(job: Job, run_stats: RunStats, watch: JobWatch, console: Console) -> No
 def check_model(
     model: str, options: Mapping[str, Any], engine_config: EngineConfig, num_actors: NumActors
 ) -> None:
-    """Refuse a local model that an engine would refuse, before Ray starts.
+    """Refuse a model that an engine would refuse, before Ray starts.
+
+    Of one that is not on this machine, all but the weights is fetched and looked at. With a
+    cluster, what this machine is not given is left to the nodes (`fetch_for_plan`).
 
     Raises:
         CheckpointError: Files are missing, damaged or unsafe.
@@ -340,23 +344,22 @@ def check_model(
     """
     if has_cluster():
         check_address()
-    directory, task = find_model(model), read_task_of(options)
-    if directory is None:
-        if not has_cluster():  # else its nodes may have what is not here
-            check_hub_is_known(model)
-            config = read_config(fetch_config(model).parent)
-            spec = configured_model(ModelSpec.from_config(config, name=model), engine_config)
-            check_head(task, spec.head)
-        return
+    try:
+        files = fetch_files(model)
+    except CheckpointError:
+        if has_cluster():
+            return
+        raise
     adapter = engine_config.adapter
-    check_adapter(directory, is_ignored=engine_config.ignore_adapter, adapter=adapter)
-    spec = read_model(directory, engine_config)
-    check_head(task, spec.head)
-    open_weights(spec, directory, engine_config)
+    check_adapter(files, is_ignored=engine_config.ignore_adapter, adapter=adapter)
+    spec = read_model(files, engine_config)
+    check_head(read_task_of(options), spec.head)
+    if local_model(model) is not None or is_complete(files):
+        open_weights(spec, files, engine_config)
     if not has_cluster():
         here = this_machine()
         of_node = here.share(here.max_actors if num_actors == AUTO else num_actors)
-        plan_actor(directory, engine_config, of_node)
+        plan_actor(files, engine_config, of_node)
 
 
 def find_manifest(job: Job) -> Manifest | None:
@@ -532,6 +535,14 @@ def _missing_rows(job: Job) -> ray.data.Dataset:
     if job.id_column is None or written is None or not written.num_rows:
         return dataset
     return without_written(dataset, job.id_column, written.ids, written.errors)
+
+
+def _known(workload: Workload | None, job: Job) -> Workload | None:
+    """Return the rows of this run, also of a model that only nodes of the cluster can fetch."""
+    if workload is not None or find_files(job.model) is not None:
+        return workload
+    fetch_for_plan(job.model)
+    return _workload(job)
 
 
 def _workload(job: Job) -> Workload | None:

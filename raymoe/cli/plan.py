@@ -310,8 +310,8 @@ Model = Annotated[
     str,
     typer.Option(
         help="Plan for this model: a directory with a config.json, a name on the Hugging Face hub, "
-        "or a short name such as mixtral-8x7b; raymoe models lists those.",
-        metavar="NAME|DIR",
+        "a URI of a store, or a short name such as mixtral-8x7b; raymoe models lists those.",
+        metavar="NAME|DIR|URI",
     ),
 ]
 AdapterDirectory = Annotated[

@@ -5,64 +5,21 @@ import glob
 import io
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
-from urllib.parse import quote
 
 import pyarrow as pa
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
 from raymoe.data.journal import open_private, sync_directory
+from raymoe.download.uris import help_for, open_uri, reason_of, without_secrets
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.specs.files import kind_problem
-
-MAX_REASON_CHARACTERS = 400
-
-# Words of S3, Google Cloud Storage, Azure and Arrow; the first that is found counts.
-_HELP = (
-    ("Unrecognized filesystem type", "it takes a path, or s3://, gs://, abfs://, hdfs://, file://"),
-    ("libjvm", "hdfs needs JAVA_HOME, HADOOP_HOME and CLASSPATH"),
-    (r"NO_SUCH_BUCKET|Bucket '.*' not found|bucket does not exist|ContainerNotFound",
-     "make the bucket or correct its name"),
-    ("NETWORK_CONNECTION", "check the network, and for a store that is not Amazon's "
-     "AWS_ENDPOINT_URL, or ?endpoint_override=HOST:PORT&scheme=http in the URI"),
-    (r"REDIRECT|AuthorizationHeaderMalformed|HTTP status 301", "add ?region=REGION to the URI"),
-    (r"ACCESS_DENIED|ACCESS_KEY|SIGNATURE|TOKEN|HTTP status 40[13]|OAuth2|PERMISSION_DENIED"
-     r"|UNAUTHENTICATED|[Cc]redential|AuthenticationFailed|AuthorizationFailure",
-     "give credentials that may do this, on every node: for s3 AWS_ACCESS_KEY_ID and "
-     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role; for gs "
-     "GOOGLE_APPLICATION_CREDENTIALS or 'gcloud auth application-default login'"),
-    (r"does not exist|No such file|NotFound|NOT_FOUND", "check the path"),
-)  # fmt: skip
-
-
-def reason_of(error: Exception) -> str:
-    """Return the first line of an error, cut where it gets long."""
-    text = (str(error) or type(error).__name__).splitlines()[0]
-    text = re.sub(r" \(Request ID: [^()]*\)", "", text)
-    if len(text) <= MAX_REASON_CHARACTERS:
-        return text
-    return text[: MAX_REASON_CHARACTERS - 3] + "..."
-
-
-def help_for(error: Exception) -> str:
-    """Return what may help, to be put behind the reason; "" where nothing is known."""
-    text = str(error)
-    return next((f"; {advice}" for words, advice in _HELP if re.search(words, text)), "")
-
-
-def without_secrets(uri: str) -> str:
-    """Return a URI without what is before an @ and behind a question mark: keys may be there."""
-    scheme, _, rest = uri.partition("://")
-    host, slash, path = rest.partition("?")[0].partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
-
 
 CHUNK_BYTES = 16 << 20
 # A job of days must outlive a store that is busy or away for a minute.
@@ -130,8 +87,6 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # of text, by the
 NUM_READERS = 16  # files that are read at once where there are many: each takes a round trip
 BUFFER_BYTES = 8 << 20  # of lines that are read: each buffer is a request
 SPOOL_BYTES = 64 << 20  # what waits to be sent is kept in memory up to this size
-GCS_RETRY_S = 60  # Arrow's own default waits for a quarter of an hour when there are no credentials
-URI_CHARACTERS = "%/:@?&=+,;!$'()*~#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +118,16 @@ class Location:
         except UnicodeEncodeError as error:
             raise ConfigError(f"{text} cannot be used: its name is not UTF-8; rename it, or a "
                               "directory that it is in") from error  # fmt: skip
-        scheme, is_uri, rest = text.partition("://")
+        scheme, is_uri, _ = text.partition("://")
         if not is_uri:
             return cls.local(text)
-        # What people write is not always a URI: blanks, brackets and other letters are quoted.
-        uri = f"{scheme}://{quote(rest, safe=URI_CHARACTERS)}"
-        if scheme in ("gs", "gcs") and "retry_limit_seconds" not in rest:
-            uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_RETRY_S}"
         try:
-            filesystem, path = fs.FileSystem.from_uri(uri)
+            filesystem, path = open_uri(text)
         except (pa.ArrowException, OSError) as error:
             shown = without_secrets(text)
-            reason = reason_of(error).replace(uri, shown)
-            raise ConfigError(f"{shown} cannot be used: {reason}{help_for(error)}") from None
+            raise ConfigError(
+                f"{shown} cannot be used: {reason_of(error)}{help_for(error)}"
+            ) from None
         if isinstance(filesystem, fs.LocalFileSystem):
             return cls.local(path)
         return cls(filesystem, path.rstrip("/"), scheme)

@@ -39,6 +39,7 @@ from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
 from raymoe.data.tasks import read_task, read_task_of, reader_and_columns, task_fields
 from raymoe.data.tracing import call_span, current_operator
+from raymoe.download.models import find_files
 from raymoe.engine.answers import AnswerReader, split_generation
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tasks.rows import TaskOptions, TaskRow
@@ -51,7 +52,7 @@ from raymoe.errors import (
     in_step,
 )
 from raymoe.output_schema import OutputSchema, generation_params
-from raymoe.specs.files import check_adapter, expanded, local_model, read_chat_template
+from raymoe.specs.files import check_adapter, expanded, read_chat_template
 from raymoe.specs.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check_options(
     check_template_kwargs(options.get("chat_template_kwargs") or {})
     output_columns(model_source, options)
     model_source, config = with_base(model_source, as_engine_config(options.get("engine_config")))
-    directory = local_model(model_source)
+    directory = find_files(model_source)
     if directory is not None:
         check_adapter(directory, is_ignored=config.ignore_adapter, adapter=config.adapter)
         spec = ModelSpec.from_directory(directory)
@@ -146,7 +147,7 @@ def _with_known_arguments(
 def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatParser:
     """Return the parsers of a `MoEGenerator`, as far as its model is known here."""
     config = as_engine_config(options.get("engine_config"))
-    directory = local_model(with_base(model_source, config)[0])
+    directory = find_files(with_base(model_source, config)[0])
     template = "" if directory is None else read_chat_template(directory)
     return ChatParser.of(
         template,
@@ -202,7 +203,7 @@ class MoEGenerator:
     ``choices``, with ``logprobs`` and ``prompt_logprobs`` columns of these names.
 
     Args:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         sampling_params: Defaults for every row; ``max_tokens``, ``temperature`` and so on. A column
             ``sampling_params`` (struct or JSON text) overrides them for its row, key by key.
         prompt_column: Text, or token ids.

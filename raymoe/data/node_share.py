@@ -7,6 +7,7 @@ import ray
 
 from raymoe.config import EngineConfig
 from raymoe.data.nodes import Node
+from raymoe.download.models import find_files
 from raymoe.specs.hardware import USABLE_FRACTION, HardwareSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import PLAIN_FORMATS
@@ -27,12 +28,12 @@ def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: floa
 def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node: int) -> int:
     """Return the weight bytes that the plan of one actor counts but other actors hold.
 
-    0 if nothing is shared, and for a model that is not on this machine yet.
+    0 if nothing is shared, and for a model whose configuration is not on this machine.
     """
-    is_here = (Path(model_source) / "config.json").is_file()
-    if config.shared_weights is not True or not is_here:
+    directory = find_files(model_source) if config.shared_weights is True else None
+    if directory is None:
         return 0
-    spec = read_model(model_source, config)
+    spec = read_model(directory, config)
     num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
     num_bytes += spec.table_bytes
     return num_bytes * (actors_per_node - 1) // actors_per_node

@@ -20,13 +20,16 @@ from raymoe.config import (
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal_place import place_of
+from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
+from raymoe.download.files import UnreachableError
+from raymoe.download.models import find_files
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
-from raymoe.specs.files import local_model, read_config
+from raymoe.specs.files import read_config
 from raymoe.specs.workload import TASKS
 from raymoe.vllm_names import NAMES, engine_options, only
 
@@ -50,7 +53,7 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
 
     Args:
         ds: With a column ``prompt`` (text or token ids) or ``messages``; other columns are kept.
-        model: A local model directory, or a name on the Hugging Face hub.
+        model: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         options: Fields of `SamplingParams` (``max_tokens=256, temperature=0.0``), and options of
             `map_batches_kwargs` and `MoEGenerator` (``num_actors=8, id_column="id"``). Also
             ``prompt_template``, Jinja over the columns of a row that makes its prompt;
@@ -113,6 +116,7 @@ def _generated_from(
     template: PromptTemplate, ds: "Dataset", model: str | Path, options: Mapping[str, Any]
 ) -> "Dataset":
     """Return the answers to prompts of a template, without the column of its errors."""
+    fetch_for_plan(model)
     template.check_model(model)
     names = find_columns(ds)
     if names is not None:
@@ -142,7 +146,7 @@ class MoEEngineProcessorConfig:
     field whose value has no meaning for raymoe.
 
     Attributes:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         batch_size: Rows of one call of the operator.
         concurrency: The most actors, or the fewest and the most, as Ray means it; None runs as many
             as the cluster has room for.
@@ -344,6 +348,8 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     }
     of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
     check_options(given["model_source"], of_rows, POOL_OPTIONS)
+    _fetch_for_plan(given)
+    check_options(given["model_source"], of_rows, POOL_OPTIONS)  # again: more is known now
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
@@ -359,6 +365,13 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
 
 def _same(row: Row) -> Row:
     return row
+
+
+def _fetch_for_plan(given: Mapping[str, Any]) -> None:
+    try:
+        fetch_for_plan(given["model_source"], runtime_env=given["runtime_env"])
+    except UnreachableError as error:  # a job with it asks again
+        logger.info("nothing is known of the model yet: %s", error)
 
 
 def _fields_of(config: Any) -> Row:
@@ -468,7 +481,7 @@ def _take_model_names(options: dict[str, Any], model: str | Path) -> None:
         found = options["tokenizer"]
         raise ConfigError(f"engine_kwargs has tokenizer={found!r}; raymoe takes that of the model: "
                           "put its files into the model's directory")  # fmt: skip
-    asked, directory = options.pop("quantization", None), local_model(model)
+    asked, directory = options.pop("quantization", None), find_files(model)
     if asked is None:
         return
     if directory is None:

@@ -28,6 +28,7 @@ from raymoe.data.rows import (
     read_prompt,
     refuse_bad_cell,
 )
+from raymoe.download.models import find_files
 from raymoe.engine.tokenizer import (
     CHAT_LOAD_LIMIT_S,
     CHAT_MAX_MEMORY_BYTES,
@@ -37,7 +38,7 @@ from raymoe.engine.tokenizer import (
 from raymoe.engine.tokenizer import RENDER_LIMIT_S as ROW_LIMIT_S
 from raymoe.engine.workers.process import WorkerProcess
 from raymoe.errors import ConfigError, UnknownOptionError, WorkerProcessError, describe
-from raymoe.specs.files import local_model, read_chat_template, read_own_json, read_text
+from raymoe.specs.files import read_chat_template, read_own_json, read_text
 
 PROMPTS_COLUMN, MESSAGES_COLUMN = "rendered_prompt", "rendered_messages"
 INPUT_ERROR_COLUMN = "__input_error__"
@@ -152,7 +153,7 @@ class PromptTemplate:
 
     def check_model(self, model_source: str | Path) -> None:
         """Refuse to make chats for a model that is here and has no chat template."""
-        directory = None if self.system is None else local_model(model_source)
+        directory = None if self.system is None else find_files(model_source)
         if directory is not None and not read_chat_template(directory):
             raise ConfigError(f"system_prompt makes chats, and {directory.name} has no chat "
                               "template; write it into a prompt_template")  # fmt: skip

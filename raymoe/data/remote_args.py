@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray._common.ray_option_utils import validate_actor_options
-from ray._raylet import node_labels_match_selector
+from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined] # compiled
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

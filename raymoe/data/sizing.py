@@ -33,11 +33,13 @@ from raymoe.data.kinds import (
     show_nodes,
     without_nodes,
 )
+from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.node_share import choose_sharing, dtype_of, read_model, saved_bytes, share_node
 from raymoe.data.nodes import Node
 from raymoe.data.remote_args import NAMES, RemoteArgs, take_remote_args
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
+from raymoe.download.models import find_files
 from raymoe.errors import ConfigError, InfeasiblePlanError
 from raymoe.output_schema import OutputSchema
 from raymoe.plan.plan import RESOURCE_NAMES, Plan
@@ -167,7 +169,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     size than `batch_size` run their calls one after another.
 
     Args:
-        model_source: A local model directory, or a name on the Hugging Face hub.
+        model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         num_actors: Engines; "auto": one per GPU (per `tensor_parallel_size`), or per node without
             any, fewer if more hardly help. Those on GPUs of one node may share its weights.
         min_actors: With fewer than `num_actors`, Ray starts the others if rows wait for them.
@@ -185,7 +187,8 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     counts = {"num_generators": num_generators, "min_actors": min_actors}
     _check_counts(num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     remote_args = take_remote_args(options)
-    _check_options(model_source, {**options, "engine_config": engine_config}, ds)
+    engine_options = {**options, "engine_config": engine_config}
+    _check_options(model_source, engine_options, ds, remote_args.get("runtime_env"))
     model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
     cluster = _find_cluster(config, num_gpus, num_generators, ds, remote_args=remote_args)
@@ -245,12 +248,17 @@ def _places(num_actors: int, max_actors: int, cluster: Cluster, *, few: bool = F
 
 
 def _check_options(
-    model_source: str | Path, options: Mapping[str, Any], ds: "Dataset | None"
+    model_source: str | Path,
+    options: Mapping[str, Any],
+    ds: "Dataset | None",
+    runtime_env: Mapping[str, Any] | None,
 ) -> None:
     shadow = find_shadow(directories_of_workers())
     if shadow is not None:
         raise ConfigError(shadow)
     check_options(model_source, options, POOL_OPTIONS)
+    fetch_for_plan(model_source, runtime_env=runtime_env)
+    check_options(model_source, options, POOL_OPTIONS)  # again: more is known of the model now
     if ds is not None:
         register_callbacks(ds.context)
         check_rows(ds._logical_plan.dag, model_source, options)  # noqa: SLF001 - as in `find_workload`
@@ -837,16 +845,17 @@ def plan_actor(
     """Plan for one actor as its engine will; None if the model or the node is not known here.
 
     Args:
-        model_source: Only a local directory can be planned for.
+        model_source: Planned for if its configuration is on this machine.
         node: The actor's share of its node; the hardware of the configuration has precedence.
 
     Raises:
         InfeasiblePlanError: The model does not fit the node; lists the memory needed.
     """
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
-    if given is None or not (Path(model_source) / "config.json").is_file():
+    directory = find_files(model_source)
+    if given is None or directory is None:
         return None
-    spec = read_model(model_source, config).with_state_dtype(config.state_dtype)
+    spec = read_model(directory, config).with_state_dtype(config.state_dtype)
     if config.compute_dtype == "int8" and spec.quantization is None:
         spec = spec.with_int8()
     dtype = dtype_of(spec, config)

@@ -12,10 +12,10 @@ import ray
 
 from raymoe.data.rows import RowReader, RowRequest
 from raymoe.data.tasks import TaskReader
+from raymoe.download.models import find_files
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
-from raymoe.specs.files import local_model
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
@@ -83,7 +83,7 @@ def workload_of(
     """
     from raymoe.engine.request import num_shared_tokens  # noqa: PLC0415 - loads torch
 
-    directory = local_model(model_source)
+    directory = find_files(model_source)
     if directory is None:
         return None
     max_model_len = ModelSpec.from_directory(directory).max_model_len

@@ -27,19 +27,21 @@ import torch
 
 from raymoe._version import __version__
 from raymoe.config import EngineConfig, Settings
+from raymoe.download.models import resolve_model
 from raymoe.engine.tokenizer import TOKENIZER_FILES
 from raymoe.errors import CheckpointError, ConfigError, PerformanceWarning
-from raymoe.memory.checkpoint import INDEX_FILE, SINGLE_FILE, resolve_model
 from raymoe.memory.shared_file import SharedFile
 from raymoe.plan.policy import Choice, DevicePolicy, Policy
 from raymoe.specs.files import (
     CONFIG_FILE,
+    INDEX_FILE,
     QUANTIZATION_FILE,
+    SINGLE_FILE,
     chat_template_files,
     open_regular,
     parse_json_object,
-    read_json_object,
     resolve_inside,
+    weight_file_names,
 )
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import ADAPTER_FILE, ADAPTER_WEIGHTS
@@ -288,11 +290,8 @@ def _json(value: object) -> bytes:
 
 def weight_files(directory: Path) -> dict[str, Path]:
     """Return names of the weight files and the regular files behind them."""
-    if (directory / SINGLE_FILE).exists():
-        names = [SINGLE_FILE]
-    else:
-        weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
-        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    is_single = (directory / SINGLE_FILE).exists()
+    names = [SINGLE_FILE] if is_single else weight_file_names(directory)
     return {name: resolve_inside(directory, name) for name in names}
 
 

@@ -20,6 +20,7 @@ from raymoe.config import EngineConfig, SamplingParams, Settings, check_kv_dtype
 from raymoe.device.find_gpu import check_cuda, half_dtype, has_nvidia_gpu, why_no_gpu
 from raymoe.device.lane import released_on_error
 from raymoe.device.threads import set_num_threads
+from raymoe.download.models import resolve_model
 from raymoe.engine.core import EngineCore, Runner, longest_step_s
 from raymoe.engine.device_memory import DeviceMemory, log_free_memory
 from raymoe.engine.identity import agree, check_unchanged, files_key, open_shared
@@ -49,7 +50,6 @@ from raymoe.errors import (
 from raymoe.kernels.cpu_linear import packed_linear_is_used
 from raymoe.memory.adapters import AdaptedWeights
 from raymoe.memory.arena import HostArena
-from raymoe.memory.checkpoint import resolve_model
 from raymoe.memory.int8_weights import Int8Weights, int8_model
 from raymoe.memory.prefixes import PrefixSalt, no_salt
 from raymoe.memory.shared_file import SharedFile

@@ -4,55 +4,33 @@ The format (safetensors 0.8): 8 bytes little-endian header length, a JSON header
 dtype, shape, data_offsets, then the data, without holes or overlaps.
 """
 
-import contextlib
 import itertools
-import logging
 import math
 import mmap
 import os
-import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from torch import Tensor
 
 from raymoe.codecs import TORCH_DTYPES
 from raymoe.errors import CheckpointError
 from raymoe.specs.files import (
-    CONFIG_FILE,
-    QUANTIZATION_FILE,
-    local_model,
+    INDEX_FILE,
+    SINGLE_FILE,
     open_regular,
     parse_json_object,
     read_json_object,
     resolve_inside,
 )
-from raymoe.specs.other_formats import (
-    ADAPTER_FILE,
-    ADAPTER_WEIGHTS,
-    POINTER,
-    is_pointer,
-    other_format,
-    pointer_problem,
-)
+from raymoe.specs.other_formats import POINTER, is_pointer, other_format, pointer_problem
 from raymoe.specs.weight_format import ITEM_BYTES
 from raymoe.units import MIB, format_bytes
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 64 * MIB
 MAX_TENSORS = 1 << 19  # more than twice that of any published model, with 4 per matrix
@@ -337,146 +315,3 @@ def _check_layout(entries: Mapping[str, Entry], *, where: str, begin: int, size:
         )
     if ends[-1] < size:
         raise CheckpointError(f"{where}: {size - ends[-1]} bytes behind the last tensor")
-
-
-logger = logging.getLogger(__name__)
-
-HUB_LIMIT_S = 3.0  # for an answer of the hub
-# Weights, configuration and tokenizer; no pickles and no code.
-DOWNLOADED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
-# The same weights again, in the format of their publisher.
-NOT_DOWNLOADED = ["*/*.safetensors", "consolidated*.safetensors"]
-
-
-def resolve_model(model_source: str | Path, *, revision: str | None = None) -> Path:
-    """Return the local directory of a model; download it to the hub cache if it is missing.
-
-    Args:
-        model_source: A directory, or a hub name such as "mistralai/Mixtral-8x7B-Instruct-v0.1".
-        revision: Branch, tag or commit of a hub name.
-
-    Raises:
-        ConfigError: Neither a directory nor a possible hub name.
-        CheckpointError: The hub does not have the model, or cannot be reached.
-    """
-    name = str(model_source)
-    found = local_model(model_source) or _find_cached(name, revision)
-    return found if found is not None else _download(name, revision)
-
-
-def find_model(model_source: str | Path) -> Path | None:
-    """Return the local directory of a model; None if it would have to be downloaded.
-
-    Raises:
-        ConfigError: Neither a directory nor a possible hub name.
-    """
-    return local_model(model_source) or _find_cached(str(model_source), None)
-
-
-def check_hub_is_known(name: str, *, revision: str | None = None) -> None:
-    """Ask the hub for a model once, where downloads retry for half a minute without a network.
-
-    Raises:
-        CheckpointError: The hub has no such model for this user, or does not answer.
-    """
-    host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
-    try:
-        if not getproxies():  # else the host's name may be the proxy's to find
-            socket.getaddrinfo(host, None)
-        url = huggingface_hub.hf_hub_url(name, CONFIG_FILE, revision=revision)
-        huggingface_hub.get_hf_file_metadata(url, timeout=HUB_LIMIT_S)
-    except RepositoryNotFoundError as error:
-        raise _unreachable(name, error) from error
-    except HfHubHTTPError:  # it answered; a download tries again or says what is wrong
-        return
-    except Exception as error:  # of the HTTP library, which depends on the hub's version
-        raise _unreachable(name, error) from error
-
-
-def fetch_config(name: str, *, revision: str | None = None) -> Path:
-    """Return the `config.json` of a hub name; download it to the hub cache if it is missing.
-
-    So is the file next to it that may name the quantisation (`read_config`).
-    """
-    try:
-        path = _fetch(name, CONFIG_FILE, revision)
-        if "quantization_config" not in read_json_object(path.parent, path.name):
-            # Most models have none; without a network, a copy in the cache is as it is.
-            with contextlib.suppress(EntryNotFoundError, CheckpointError):
-                _fetch(name, QUANTIZATION_FILE, revision)
-        return path
-    except RemoteEntryNotFoundError as error:
-        raise _not_a_model(name, revision, error) from error
-    except (OSError, ValueError) as error:
-        raise _unreachable(name, error) from error
-
-
-def _fetch(name: str, file: str, revision: str | None) -> Path:
-    found = huggingface_hub.try_to_load_from_cache(name, file, revision=revision)
-    if isinstance(found, str):
-        return Path(found)
-    if found is not None:
-        raise EntryNotFoundError(f"{name} is known to have no {file}")
-    check_hub_is_known(name, revision=revision)
-    return Path(huggingface_hub.hf_hub_download(name, file, revision=revision))
-
-
-def _not_a_model(name: str, revision: str | None, error: Exception) -> CheckpointError:
-    try:
-        files = set(huggingface_hub.list_repo_files(name, revision=revision))
-    except (OSError, ValueError):
-        return _unreachable(name, error)
-    if ADAPTER_FILE in files:
-        found = (
-            f"{ADAPTER_FILE} is an adapter, which is no model by itself; download it ('hf download "
-            f"{name}') and give the directory as the model, or as adapter of its base"
-        )
-    else:
-        found = other_format(files) or "it is no model of transformers"
-    return CheckpointError(f"{name!r} on the Hugging Face hub has no config.json; {found}")
-
-
-def _find_cached(name: str, revision: str | None) -> Path | None:
-    try:
-        found = Path(
-            huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
-        )
-    except (LocalEntryNotFoundError, ValueError):
-        return None
-    return found if _is_complete(found) else None
-
-
-def _is_complete(directory: Path) -> bool:
-    if not (directory / "config.json").is_file():
-        return (directory / ADAPTER_WEIGHTS).is_file() and (directory / ADAPTER_FILE).is_file()
-    if (directory / SINGLE_FILE).is_file():
-        return True
-    if not (directory / INDEX_FILE).is_file():
-        return False
-    weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
-    files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    return all(isinstance(file, str) and (directory / file).is_file() for file in files)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    logger.info("downloading %s into the Hugging Face cache", name)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=DOWNLOADED,
-                ignore_patterns=NOT_DOWNLOADED,
-                max_workers=4,
-            )
-        )
-    except (OSError, ValueError) as error:
-        raise _unreachable(name, error) from error
-
-
-def _unreachable(name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{name!r} is neither a local directory nor in the Hugging Face cache, and downloading it "
-        f"failed ({type(error).__name__}: {error}); check the name, the network and the access "
-        "token, or give a directory"
-    )

@@ -217,8 +217,10 @@ class ClusterJob:
             )
 
     @cached_property
-    def is_hub_model(self) -> bool:
-        """Whether nodes can download the model by its name."""
+    def is_downloaded(self) -> bool:
+        """Whether nodes can download the model, by its name or from where its URI says."""
+        if "://" in self.model:
+            return True
         return (
             self.model.count("/") == 1 and is_hub_name(self.model) and not Path(self.model).is_dir()
         )
@@ -230,9 +232,11 @@ class ClusterJob:
 
     def model_path(self, kind: str) -> str:
         """What a node calls the model."""
+        if "://" in self.model:
+            return self.model
         if kind == "kuberay":
             return f"/models/{self.model_name}"
-        return self.model if self.is_hub_model else f"{SHARED}/models/{self.model_name}"
+        return self.model if self.is_downloaded else f"{SHARED}/models/{self.model_name}"
 
     @property
     def adapter_path(self) -> str | None:
@@ -255,7 +259,7 @@ class ClusterJob:
     @property
     def disk_gb(self) -> int:
         """Of a node, for its image and, where it downloads them, the weights."""
-        return 50 * ceil((IMAGE_BYTES + self.is_hub_model * self.weight_bytes) / (50 * GB))
+        return 50 * ceil((IMAGE_BYTES + self.is_downloaded * self.weight_bytes) / (50 * GB))
 
     @property
     def disk_reason(self) -> str:
@@ -263,7 +267,7 @@ class ClusterJob:
         weights = (
             f", and for {format_bytes(self.weight_bytes)} of weights, which each node downloads"
         )
-        return f"Room for system and image{weights if self.is_hub_model else ''}."
+        return f"Room for system and image{weights if self.is_downloaded else ''}."
 
     @property
     def summary(self) -> str:

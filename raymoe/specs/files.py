@@ -28,6 +28,7 @@ from raymoe.specs.other_formats import (
 from raymoe.units import MIB, format_bytes
 
 CONFIG_FILE, QUANTIZATION_FILE = "config.json", "hf_quant_config.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 128 * MIB
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -47,8 +48,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def local_model(model_source: str | Path) -> Path | None:
-    """Return the directory that is meant; None for a name on the hub; ConfigError for neither."""
+    """Return the directory that is meant; None for a name on the hub or a URI, else ConfigError."""
     name = str(model_source)
+    if "://" in name:
+        return None
     path = expanded(model_source) if name.startswith("~") else Path(model_source)
     if path.is_dir():
         return path
@@ -297,6 +300,15 @@ def read_json_object(
     if len(content) > max_bytes:
         raise CheckpointError(f"{path}: larger than {format_bytes(max_bytes)}, refused")
     return parse_json_object(content, where=str(path))
+
+
+def weight_file_names(directory: Path) -> list[str]:
+    """Return the names of the weight files in the index of a model directory, sorted.
+
+    Raises as `read_json_object`.
+    """
+    weight_map = read_json_object(directory, INDEX_FILE).get("weight_map")
+    return sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
 
 
 def read_config(directory: Path) -> dict[str, object]:

@@ -4,17 +4,18 @@ import json
 import re
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file
 
 from raymoe.cli import run
-from raymoe.memory import checkpoint
 from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.quantization import METHODS
 from raymoe.units import format_bytes
+from tests.hub import used_hub
 from tests.tiny import make_checkpoint
+
+QUANTISED = b'{"quantization": {"quant_algo": "NVFP4"}}'
 
 
 def words(text: str) -> str:
@@ -75,15 +76,12 @@ def test_a_configuration_alone_is_enough(
     assert "has no weights" in words(capsys.readouterr().out)
     assert run(["models", str(config)]) == 0
     assert "2 of 4 experts, hidden 96" in words(capsys.readouterr().out)
-    asked = []
-    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
-    monkeypatch.setattr(
-        huggingface_hub,
-        "hf_hub_download",
-        lambda name, file, **_: asked.append((name, file)) or str(config),
-    )
-    assert run(["models", "org/name"]) == 0
-    assert asked == [("org/name", "config.json"), ("org/name", "hf_quant_config.json")]
+    with used_hub(tmp_path / "hub") as hub:
+        weights = {"model.safetensors": b"-", "hf_quant_config.json": QUANTISED}
+        hub.put("org/name", {"config.json": config.read_bytes(), **weights})
+        assert run(["models", "org/name"]) == 0
+        downloaded = [path.rpartition("/")[2] for path in hub.downloads("")]
+        assert downloaded == ["config.json", "hf_quant_config.json"]
     assert words(capsys.readouterr().out).startswith("org/name")
 
 
@@ -101,13 +99,8 @@ def test_what_is_not_understood_is_refused(
     assert run(["models", "mixtral-8x7c"]) == 2
     assert "'mixtral-8x7b'" in capsys.readouterr().err
 
-    def fail(*_: object, **__: object) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     assert run(["models", "org/name"]) == 1
-    assert "no network" in capsys.readouterr().err
+    assert "OfflineModeIsEnabled" in capsys.readouterr().err
 
 
 def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,8 @@ import pickle
 import pyarrow as pa
 import pytest
 
-from raymoe.cli.storage import Location, help_for, reason_of, upload
+from raymoe.cli.storage import Location, upload
+from raymoe.download.uris import help_for, reason_of
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES, remote
 

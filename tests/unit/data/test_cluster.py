@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymoe.config import EngineConfig
 from raymoe.data import nodes as nodes_module
+from raymoe.data import sizing
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.nodes import GROUP_LABEL, NODE_LABEL, NodeGroup
@@ -54,6 +55,7 @@ def nodes(monkeypatch):
     """The nodes that Ray names; a test fills it."""
     found = Nodes()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(sizing, "fetch_for_plan", lambda *_, **__: None)  # nobody has the model "m"
     monkeypatch.setattr(ray, "nodes", found.entries)
     monkeypatch.setattr(nodes_module, "find_groups", lambda _: (found.groups, None))
     return found

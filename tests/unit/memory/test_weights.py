@@ -6,8 +6,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raymoe.errors import CheckpointError
-from raymoe.memory.checkpoint import INDEX_FILE, MAX_TENSORS, Checkpoint
+from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
 from raymoe.memory.weights import WeightStore, max_stored_tensors
+from raymoe.specs.files import INDEX_FILE
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.weight_names import model_weights

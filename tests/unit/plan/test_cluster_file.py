@@ -96,6 +96,9 @@ def test_the_command_asks_for_gpus_and_keeps_the_journal_where_nodes_see_it(plan
     # Nodes that download the weights have room for them.
     assert job.disk_gb == 150
     assert job_of(plan, "g6e.8xlarge").disk_gb == 250
+    bucket = job_of(plan, "g6e.8xlarge", model="s3://models/mixtral")
+    assert bucket.disk_gb == 250
+    assert {bucket.command(kind)[3] for kind in KINDS} == {"s3://models/mixtral"}
     host = replace(plan, hardware=HOST)
     assert "--device" not in job_of(host, "node.json").command("kuberay")
 

@@ -2,11 +2,8 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors.torch import save_file
 from torch import ones
 
@@ -14,8 +11,7 @@ from raymoe.config import EngineConfig
 from raymoe.data.generator import check_options
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import CheckpointError
-from raymoe.memory import checkpoint
-from raymoe.memory.checkpoint import Checkpoint, fetch_config
+from raymoe.memory.checkpoint import Checkpoint
 from raymoe.specs.files import check_adapter, read_config
 from raymoe.specs.model import ModelSpec
 
@@ -119,25 +115,3 @@ def test_weights_of_mlx_are_named(tmp_path: Path) -> None:
     with_files(tmp_path, (), CONFIG | {"quantization": {"group_size": 64, "bits": 4}})
     with pytest.raises(CheckpointError, match=r"config\.json: quantised by MLX.*converted from"):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("files", "match"),
-    [
-        (["README.md", "model-Q8_0.gguf"], "no config.json; model-Q8_0.gguf holds.*GGUF"),
-        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter.*hf download"),
-        (["README.md"], "no model of transformers"),
-    ],
-)
-def test_repositories_of_the_hub_are_named_too(
-    monkeypatch: pytest.MonkeyPatch, files: list[str], match: str
-) -> None:
-    def missing(*_: object, **__: object) -> str:
-        response = SimpleNamespace(headers={}, request=None)
-        raise RemoteEntryNotFoundError("404", response=response)
-
-    monkeypatch.setattr(checkpoint, "check_hub_is_known", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
-    with pytest.raises(CheckpointError, match=f"'org/name' on the Hugging Face hub.*{match}"):
-        fetch_config("org/name")

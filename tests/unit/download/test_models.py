@@ -1,20 +1,18 @@
 import json
 import socket
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from raymoe.config import EngineConfig
+from raymoe.download import hub as client
+from raymoe.download.files import UnreachableError
+from raymoe.download.hub import fetch_config
+from raymoe.download.models import resolve_model
 from raymoe.engine.load import resolve_with_adapter
 from raymoe.errors import CheckpointError, ConfigError
-from raymoe.memory import checkpoint
-from raymoe.memory.checkpoint import fetch_config, resolve_model
 
 
 @pytest.fixture
@@ -30,6 +28,7 @@ def hub(monkeypatch, tmp_path):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return calls
 
 
@@ -72,7 +71,7 @@ def test_a_snapshot_without_all_shards_is_downloaded_again(tmp_path, hub) -> Non
     )
     with pytest.raises(CheckpointError, match="downloading it failed"):
         resolve_model("org/name")
-    assert [local for _, _, local in hub] == [True, False]
+    assert [local for _, _, local in hub] == [True, True, False]
 
 
 def test_a_name_that_the_hub_does_not_give_is_explained(hub) -> None:
@@ -86,10 +85,11 @@ def test_a_configuration_without_a_network_is_that_of_the_cache(tmp_path, monkey
     def refuse(*_, **__):
         raise OSError("no network")
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(checkpoint, "getproxies", dict)
+    monkeypatch.setattr(client, "getproxies", dict)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(CheckpointError, match=r"'org/name' is neither .*no network"):
+    with pytest.raises(UnreachableError, match=r"'org/name' is neither .*no network"):
         fetch_config("org/name")
     path = tmp_path / "config.json"
     path.write_text("{}")
@@ -98,31 +98,6 @@ def test_a_configuration_without_a_network_is_that_of_the_cache(tmp_path, monkey
         huggingface_hub, "try_to_load_from_cache", lambda _, file, **__: cached.get(file)
     )
     assert fetch_config("org/name") == path
-
-
-@pytest.mark.parametrize(
-    ("error", "is_refused"),
-    [
-        (TimeoutError("timed out"), True),
-        (RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None)), True),
-        (HfHubHTTPError("503", response=SimpleNamespace(headers={}, request=None)), False),
-    ],
-)
-def test_the_hub_is_asked_once_for_a_model(monkeypatch, error, is_refused) -> None:
-    asked = []
-
-    def ask(url, *, timeout):
-        asked.append((url, timeout))
-        raise error
-
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
-    if is_refused:
-        with pytest.raises(CheckpointError, match=type(error).__name__):
-            checkpoint.check_hub_is_known("org/name")
-    else:
-        checkpoint.check_hub_is_known("org/name")
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./gone", "a/b/c", "org/na me"])
