@@ -601,6 +601,8 @@ class ReferenceModel:
             heads_TXD = width_TX.view(len(width_TX), count, -1)
             if norm == "head":
                 heads_TXD = self._rms_norm(heads_TXD, f"{prefix}{part}_norm.weight")
+            if norm == "layer":
+                heads_TXD = self._norm(heads_TXD, f"{prefix}{part}_norm")
             if part == "v" and spec.norms_values:
                 heads_TXD = self._rms_norm(heads_TXD, None)
             if spec.clip_qkv is not None:

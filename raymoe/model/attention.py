@@ -65,7 +65,8 @@ from raymoe.kernels.torch_attention import (
     choose_paged,
 )
 from raymoe.model.indexer import BlockIndexer, Indexer, PooledIndexer
-from raymoe.model.loading import Loader, NormOverRanks
+from raymoe.model.loading import Loader
+from raymoe.model.norms import NormHeads
 from raymoe.model.rope import Angles, Rotary
 from raymoe.specs.layers import OutputGate, PooledIndexerSpec
 from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
@@ -148,15 +149,16 @@ class Attention(OneForm):
         norm_offset: float | None,
         is_interleaved: bool,
         rotaries: tuple[Rotary, Rotary],
-        norm_over_ranks: NormOverRanks | None = None,
+        norm_heads: NormHeads | None = None,
     ) -> None:
         """Load the weights `prefix` + "q_proj" and so on.
 
         Args:
             rotaries: That of the device of the weights, and that of the host.
-            norm_over_ranks: Norms queries and keys whose heads are distributed over ranks.
+            norm_heads: Norms queries and keys before they are rotated, in place of the kernel that
+                rotates them.
         """
-        self._norm_over_ranks = norm_over_ranks
+        self._norm_heads = norm_heads
         self._spec = spec
         self._steps = Steps(
             eps,
@@ -173,7 +175,7 @@ class Attention(OneForm):
         )
         self._output = loader.linear([f"{prefix}o_proj"], has_bias=spec.output_bias)
         self._gate = None if spec.gate is None else _Gate(spec.gate, loader, prefix)
-        has_norm = spec.qk_norm in {"head", "full"}
+        has_norm = spec.qk_norm not in {"none", "unit"}
         self._query_norm = loader.vector(f"{prefix}q_norm.weight") if has_norm else None
         self._key_norm = loader.vector(f"{prefix}k_norm.weight") if has_norm else None
         self._indexer: BlockIndexer | PooledIndexer | None = None
@@ -204,10 +206,10 @@ class Attention(OneForm):
 
     def _project(self, normed_TH: Tensor, angles: Angles, out: Projected | None) -> Projected:
         qkv_TX, norms = self._qkv(normed_TH), (self._query_norm, self._key_norm)
-        if self._norm_over_ranks is not None:
+        if self._norm_heads is not None:
             middle, end = self._spec.query_width, self._spec.query_width + self._spec.key_width
             weights = [norm for norm in norms if norm is not None]
-            self._norm_over_ranks((qkv_TX[:, :middle], qkv_TX[:, middle:end]), weights)
+            self._norm_heads((qkv_TX[:, :middle], qkv_TX[:, middle:end]), weights)
             norms = (None, None)
         if self._spec.qk_norm == "unit":
             ones_D = qkv_TX.new_ones(self._spec.head_dim)

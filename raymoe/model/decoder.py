@@ -34,7 +34,7 @@ from raymoe.model.compressed import CompressedAttention, compressed_layout, stag
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
 from raymoe.model.ngrams import Ngrams
-from raymoe.model.norms import Norm, load_norm
+from raymoe.model.norms import HeadLayerNorms, Norm, NormHeads, load_norm
 from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
 from raymoe.model.streams import Mixer, load_merge, load_mixers, merge, spread
@@ -211,9 +211,11 @@ def _attention(
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(spec, loader, prefix, is_interleaved=is_interleaved)
     assert isinstance(spec, AttentionSpec), "the only other kind without rows of its own"
-    norm_over_ranks = None
+    norm_heads: NormHeads | None = None
     if spec.qk_norm == "full" and model.num_shards > 1:
-        norm_over_ranks = NormOverRanks(reduce, model.num_shards, model.norm_eps, model.norm_offset)
+        norm_heads = NormOverRanks(reduce, model.num_shards, model.norm_eps, model.norm_offset)
+    elif spec.qk_norm == "layer":
+        norm_heads = HeadLayerNorms(model.norm_eps)
     return Attention(
         spec,
         loader,
@@ -222,7 +224,7 @@ def _attention(
         norm_offset=model.norm_offset,
         is_interleaved=is_interleaved,
         rotaries=rotaries,
-        norm_over_ranks=norm_over_ranks,
+        norm_heads=norm_heads,
     )
 
 

@@ -3,6 +3,7 @@
 T tokens, H hidden size.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +54,24 @@ class LayerNorm:
     ) -> Tensor:
         normed_TH = self(hidden_TH.add_(delta_TH))
         return normed_TH if out is None else out.copy_(normed_TH)
+
+
+NormHeads = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""Norms queries and keys [T, heads * D] in place, each by its weights."""
+
+
+class HeadLayerNorms:
+    """Layer norms of the heads of queries and keys, each head by weights of its own."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+
+    def __call__(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Norm matrices [T, heads * D] in place, by weights [heads, D], and round once."""
+        for part_TX, weight_ND in zip(parts, weights, strict=True):
+            heads_TND = part_TX.float().view(len(part_TX), *weight_ND.shape)
+            normed_TND = functional.layer_norm(heads_TND, weight_ND.shape[1:], eps=self._eps)
+            part_TX.copy_((normed_TND * weight_ND.float()).flatten(1))
 
 
 def load_norm(model: ModelSpec, loader: Loader, name: str) -> Norm:

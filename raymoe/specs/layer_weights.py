@@ -16,6 +16,7 @@ from raymoe.specs.layers import (
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
+    QkNorm,
     RecurrentSpec,
     projections_of,
 )
@@ -220,10 +221,14 @@ def _grouped(attention: AttentionSpec, hidden_size: int) -> NamedShapes:
     for part, width in attention.projections.items():
         name = f"self_attn.{part}_proj"
         yield from _linear(name, (width, hidden_size), has_bias=attention.qkv_bias)
-    if attention.qk_norm in {"head", "full"}:
-        is_full = attention.qk_norm == "full"
-        yield "self_attn.q_norm.weight", (query if is_full else attention.head_dim,)
-        yield "self_attn.k_norm.weight", (key if is_full else attention.head_dim,)
+    head_dim = attention.head_dim
+    norms: dict[QkNorm, tuple[Shape, Shape]] = {
+        "head": ((head_dim,), (head_dim,)),
+        "full": ((query,), (key,)),
+        "layer": ((attention.num_heads, head_dim), (attention.num_kv_heads, head_dim)),
+    }
+    for part, shape in zip("qk", norms.get(attention.qk_norm, ()), strict=False):
+        yield f"self_attn.{part}_norm.weight", shape
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_heads,)
     yield from _gate(attention, hidden_size)

@@ -8,8 +8,9 @@ from typing import Literal
 from raymoe.specs.rope import RopeSpec
 
 KV_BLOCK_TOKENS = 32  # of a block of the KV cache
-# RMS norm of queries and keys: none, per head, per head without a weight, or over the full width.
-QkNorm = Literal["none", "head", "unit", "full"]
+# Norm of queries and keys: none; RMS per head, per head without a weight, or over the full width;
+# or a layer norm per head, each with weights of its own.
+QkNorm = Literal["none", "head", "unit", "full", "layer"]
 GateActivation = Literal["sigmoid", "softplus"]
 # Kinds of norms. All but "layer" are RMS norms: "rms" rounds the normed value to its type before it
 # is multiplied by the weight, "rms_float32" after it, and "rms_plus_one" multiplies by 1 + weight.

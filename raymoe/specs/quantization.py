@@ -199,6 +199,7 @@ _OF_NETWORK = re.compile(r"(\.mlp\.(?:\w+\.)?)(?:\d+\.)?(?:gate|up|down)_proj\.w
 # Read by row, or so small that no method quantises them.
 _ALWAYS_PLAIN = (
     *("model.embed_tokens.", ROUTER, "mlp.shared_expert_gate."),
+    *("self_attn.q_norm.", "self_attn.k_norm."),
     *(f"{INDEXER}{part}." for part in ("weights_proj", "kv_proj", "gate_proj", "pool_gate")),
     COMPRESSOR,
     MERGE,

@@ -309,6 +309,10 @@ DENSE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
                 "layer_norm_eps": 1e-2,
                 "num_hidden_layers": 3,
             },
+            "norms of queries and keys, large epsilon": {
+                "use_qk_norm": True,
+                "layer_norm_eps": 1e-2,
+            },
         },
     ),
     "cohere2": (

@@ -104,7 +104,6 @@ _SHORT_CONV = RecurrentRule(
 _SHORT_CONV_NAMES = (("mlp.", "feed_forward."), ("linear_attn.", "conv."))
 _COHERE = Family(
     architecture="CohereForCausalLM",
-    fixed={"use_qk_norm": (False, None)},  # of Command-R+: layer norms with a weight for each head
     rope=RopeRule(is_interleaved=True),
     norm="layer",
     norm_eps="layer_norm_eps",
@@ -119,7 +118,6 @@ _COHERE2 = dataclasses.replace(
     architecture="Cohere2ForCausalLM",
     defaults={"sliding_window_pattern": 4},
     ignored=frozenset({"cache_implementation"}),
-    fixed={},
     rope=RopeRule(is_interleaved=True, rotates_full_layers=False),
     windowed_layers="all_but_nth",
     window_step="sliding_window_pattern",
@@ -638,7 +636,9 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         rope=RopeRule(is_partial=True, partial_factor=0.25, has_sections=True),
         moe=None,
     ),
-    "cohere": _COHERE,
+    "cohere": dataclasses.replace(  # Command-R+ has that norm
+        _COHERE, qk_norm="layer", qk_norm_switch="use_qk_norm"
+    ),
     "cohere2": _COHERE2,
     "cohere_compass_text": dataclasses.replace(
         _COHERE2,

@@ -244,6 +244,10 @@ def _exaone4(config: dict[str, object], values: Mapping[str, object]) -> dict[st
     return config
 
 
+def _cohere(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    return config | {"use_qk_norm": values.get("use_qk_norm") or False}  # null is none
+
+
 def _cohere2(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     hidden_size, num_heads = (
         integer(name, values.get(name), minimum=1)
@@ -740,6 +744,7 @@ def _remove(config: dict[str, object], computed: Mapping[str, object], where: st
 
 _FORMS: Mapping[str, Callable[[dict[str, object], Mapping[str, object]], dict[str, object]]] = {
     "bailing_hybrid": _bailing_hybrid,
+    "cohere": _cohere,
     "cohere2": _cohere2,
     "cohere_compass_text": _cohere_compass,
     "deepseek_v4": _deepseek_v4,

@@ -125,6 +125,19 @@ def test_norms_over_all_heads_are_divided_like_the_heads() -> None:
     assert cuts(model, "self_attn.k_norm.weight", 16)[3] == Cut(0, 128, 256)
 
 
+def test_norms_of_each_head_are_divided_with_the_heads() -> None:
+    """Each head of Command-R+ has weights of its own; none is quantised."""
+    fields = {"use_qk_norm": True, "num_attention_heads": 64, "num_key_value_heads": 8}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model = ModelSpec.from_config(
+        {"model_type": "cohere", **fields, "quantization_config": fp8, "intermediate_size": 22528}
+    )
+    assert cuts(model, "self_attn.q_norm.weight", 2)[1] == Cut(0, 32, 64)
+    assert cuts(model, "self_attn.k_norm.weight", 16)[3] == Cut(0, 1, 2)
+    assert model.format_of("model.layers.0.self_attn.q_norm.weight", (64, 128)) is None
+    assert model.format_of("model.layers.0.self_attn.q_proj.weight", (8192, 8192)) is not None
+
+
 @pytest.mark.parametrize(
     ("model", "count", "message"),
     [
