@@ -464,7 +464,8 @@ def parse_latent_attention(fields: ConfigFields) -> LatentAttentionSpec:
     eps = fields.family.latent_norm_eps
     derived = {"num_key_value_heads": num_heads, "head_dim": head_dim, "qk_head_dim": nope + rope}
     for name, value in derived.items():
-        if name in fields.family.ignored:
+        # Classes overwrite their own defaults: only what the file says can contradict.
+        if name in fields.family.ignored or name not in fields.config:
             continue
         if fields.has(name) and fields.natural(name) != value:
             raise ConfigError(

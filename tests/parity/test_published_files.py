@@ -256,16 +256,28 @@ MIMO_FP8 = {
 }
 
 
-def mimo_v2(directory: Path) -> dict[str, Tensor]:
-    """Write files as those of MiMo-V2.6-Flash; return values by the names of transformers."""
-    config = MIMO | {"quantization_config": MIMO_FP8}
+def mimo_v2(directory: Path, windowed_kv_heads: int = 4) -> dict[str, Tensor]:
+    """Write files as those of MiMo-V2.6-Flash; return values by the names of transformers.
+
+    Its class of MiMo-V2-Flash has twice the KV heads in layers with a window, whatever the files
+    say: of fewer, each is there several times, one beside the other.
+    """
+    heads = {"swa_num_key_value_heads": windowed_kv_heads}
+    config = MIMO | heads | {"quantization_config": MIMO_FP8}
     (directory / "config.json").write_text(json.dumps(config))
     files, hidden = Files(5), 160
     files.plain("model.embed_tokens.weight", (199, hidden), torch.bfloat16, 1.0)
     files.plain("lm_head.weight", (199, hidden), torch.bfloat16)
     files.plain("model.norm.weight", (hidden,), torch.bfloat16, 1.0)
     for layer in range(3):
-        _mimo_layer(files, f"model.layers.{layer}.", layer)
+        is_windowed = MIMO["hybrid_layer_pattern"][layer] == 1
+        kv_heads = windowed_kv_heads if is_windowed else MIMO["num_key_value_heads"]
+        _mimo_layer(files, f"model.layers.{layer}.", layer, kv_heads=kv_heads)
+        for part in "kv" if is_windowed else "":
+            name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+            heads_NXH = files.values[name].unflatten(0, (kv_heads, -1))
+            repeated = heads_NXH.repeat_interleave(4 // kv_heads, 0)
+            files.values[name] = repeated.flatten(0, 1)
     unread = Files(6)
     unread.fp8("model.mtp.layers.0.eh_proj", (hidden, 2 * hidden), ".weight_scale_inv")
     unread.plain("visual.patch_embed.weight", (8, 8), torch.bfloat16)
@@ -275,13 +287,12 @@ def mimo_v2(directory: Path) -> dict[str, Tensor]:
     return files.values
 
 
-def _mimo_layer(files: Files, prefix: str, layer: int) -> None:
+def _mimo_layer(files: Files, prefix: str, layer: int, *, kv_heads: int) -> None:
     hidden, experts = MIMO["hidden_size"], MIMO["n_routed_experts"]
     for name in ("input_layernorm", "post_attention_layernorm"):
         files.plain(f"{prefix}{name}.weight", (hidden,), torch.bfloat16, 1.0)
-    is_windowed = MIMO["hybrid_layer_pattern"][layer] == 1
-    _mimo_attention(files, f"{prefix}self_attn.", kv_heads=4 if is_windowed else 2)
-    if is_windowed:
+    _mimo_attention(files, f"{prefix}self_attn.", kv_heads=kv_heads)
+    if MIMO["hybrid_layer_pattern"][layer]:
         files.plain(f"{prefix}self_attn.attention_sink_bias", (8,), torch.bfloat16, 1.0)
     if not MIMO["moe_layer_freq"][layer]:
         for part, shape in (
@@ -347,8 +358,11 @@ MIMO_IN_CLASS = {
 }
 
 
-def test_mimo_v2_has_the_tokens_of_its_decoded_weights(tmp_path: Path) -> None:
-    values = mimo_v2(tmp_path)
+@pytest.mark.parametrize("windowed_kv_heads", [4, 2], ids=["twice as many", "as many"])
+def test_mimo_v2_has_the_tokens_of_its_decoded_weights(
+    windowed_kv_heads: int, tmp_path: Path
+) -> None:
+    values = mimo_v2(tmp_path, windowed_kv_heads)
     model = of_transformers(MIMO_IN_CLASS, values, tmp_path / "decoded")
     expected = [greedy(model, prompt) for prompt in prompts()]
     assert generate(load_decoder(tmp_path), prompts(), NUM_TOKENS) == expected

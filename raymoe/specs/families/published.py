@@ -601,12 +601,16 @@ def _glm5_next(config: dict[str, object], values: Mapping[str, object]) -> dict[
 
 
 def _hy_v4(config: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """Every fourth layer after the first chooses positions, where no list says which."""
+    """Every fourth layer after the first chooses positions, where no list says which.
+
+    The first is dense where no list says so, whatever `first_k_dense_replace` is.
+    """
+    num_layers = _num_layers(values)
     if config.get("indexer_types") is None:
-        full = {0, *range(1, _num_layers(values), 4)}
-        config["indexer_types"] = [
-            "full" if i in full else "shared" for i in range(_num_layers(values))
-        ]
+        full = {0, *range(1, num_layers, 4)}
+        config["indexer_types"] = ["full" if i in full else "shared" for i in range(num_layers)]
+    if config.get("mlp_layer_types") is None:
+        config["mlp_layer_types"] = [SPARSE if i else DENSE for i in range(num_layers)]
     return config
 
 

@@ -20,6 +20,7 @@ class Wrapper:
         layers: Names of its list of layers.
         unread: Fields of the text part that the class does not read.
         renamed: Names of fields in older configurations -> their names; the newer one counts.
+        may_be_flat: Whether a configuration without an object for the text has its fields itself.
     """
 
     architectures: tuple[str, ...]
@@ -29,6 +30,7 @@ class Wrapper:
     layers: tuple[str, ...] = ("layers.",)
     unread: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    may_be_flat: bool = False
 
 
 _LLAVA = (
@@ -92,7 +94,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
         texts=("qwen4_exp_text",),
     ),
     "glm5_next": Wrapper(
-        architectures=("Glm5NextForConditionalGeneration",), texts=("glm5_next_text",)
+        architectures=("Glm5NextForConditionalGeneration",),
+        texts=("glm5_next_text",),
+        may_be_flat=True,
     ),
     "hy_v4_vl": Wrapper(
         architectures=("HYV4VLForConditionalGeneration",),
@@ -196,6 +200,8 @@ def text_part(config: Mapping[str, object]) -> TextPart:
     levels = [_with_newer_names(config, wrapper.renamed)]
     for name in wrapper.path:
         inner = levels[-1].get(name)
+        if inner is None and wrapper.may_be_flat:
+            inner = _fields_of_text(levels[-1], model_type)
         if not isinstance(inner, Mapping):
             raise ConfigError(f"config.json: {name} is {inner!r:.60}; expected an object")
         levels.append(inner)
@@ -218,6 +224,12 @@ def text_part(config: Mapping[str, object]) -> TextPart:
     others = [value for value in ties if not isinstance(value, bool)]
     text["tie_word_embeddings"] = others[0] if others else bool(ties) and all(ties)
     return TextPart(config=text, wrapper=model_type, media_tokens=_media_tokens(model_type, outer))
+
+
+def _fields_of_text(config: Mapping[str, object], model_type: str) -> dict[str, object]:
+    """The fields that are none of the wrapper's class, as that class passes them on."""
+    own = {*class_defaults(model_type).values, "model_type"}
+    return {name: value for name, value in config.items() if name not in own}
 
 
 def _with_newer_names(

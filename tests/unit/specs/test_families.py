@@ -231,6 +231,17 @@ def test_scores_of_latent_attention_are_scaled_as_in_transformers(family: str, s
     assert attention.scale == pytest.approx(meta_model(config).model.layers[0].self_attn.scaling)
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+
+
+@pytest.mark.parametrize("family", [*LATENT, "sarvam_mla", "axk1"])
+def test_sizes_of_heads_that_classes_derive_may_be_left_out(family: str) -> None:
+    fields = FAMILIES[family](random.Random(1)) | {"qk_rope_head_dim": 6}
+    whole = ModelSpec.from_config(written(config_of(family, **fields)))
+    del fields["num_key_value_heads"]
+    assert ModelSpec.from_config({"model_type": family} | fields) == whole
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_norms_of_latents_have_the_epsilon_of_transformers(family: str) -> None:
     config = config_of(family, **FAMILIES[family](random.Random(0)), rms_norm_eps=1e-3)

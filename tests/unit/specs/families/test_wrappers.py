@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
-from tests.unit.specs.config_classes import config_of, meta_model
+from tests.unit.specs.config_classes import config_of, meta_model, written
 
 TEXT: dict[str, Any] = {
     "vocab_size": 99,
@@ -49,6 +50,16 @@ def test_the_text_part_lies_two_levels_deep_and_other_media_stay_on_disk() -> No
             stored | {"thinker.model.layers.5.mlp.weight": (1,)},
             files | {"thinker.model.layers.5.mlp.weight": "model.safetensors"},
         )
+
+
+def test_fields_of_a_text_without_images_may_lie_in_the_whole() -> None:
+    text = {"num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 8}
+    text |= {"hc_mult": 2, "eos_token_id": [3], "dtype": "bfloat16"}
+    whole = {"model_type": "glm5_next", "image_token_id": 7}
+    spec = ModelSpec.from_config(whole | text)
+    assert spec == ModelSpec.from_config(whole | {"text_config": text})
+    assert spec == ModelSpec.from_config(written(transformers.Glm5NextConfig(**whole, **text)))
+    assert dict(spec.media_tokens)[7] == "image_token_id"
 
 
 def test_what_the_whole_says_counts_where_the_text_part_is_silent() -> None:
