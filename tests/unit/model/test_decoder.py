@@ -34,6 +34,7 @@ from tests.reference import ReferenceModel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ODD = [c for c in CONFIGURATIONS if any(word in c.name for word in ("bias", "clipped", "gelu"))]
+HEAD_NORMS = [c for c in CONFIGURATIONS if c.name.startswith("cohere: norms")]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ OF_EACH_KIND = [
     }
 ] + [c for c in CONFIGURATIONS if c.name.startswith("cohere: norms")]
 
-FEW_ODD = [*ODD[::6], *(c for c in ODD if "clipped" in c.name)]
+FEW_ODD = [*HEAD_NORMS, *ODD[::6], *(c for c in ODD if "clipped" in c.name)]
 
 
 def of_reference(configurations: list[Configuration]) -> list[Configuration]:
@@ -120,7 +121,9 @@ def slow_unless_in(quick: list[Configuration], all_of_them: list[Configuration])
 
 @pytest.mark.parametrize(
     "configuration",
-    slow_unless_in([*OF_EACH_KIND, *FEW_ODD], of_reference([*first_of_each_family(), *ODD])),
+    slow_unless_in(
+        [*OF_EACH_KIND, *FEW_ODD], of_reference([*first_of_each_family(), *ODD, *HEAD_NORMS])
+    ),
 )
 def test_logits_are_those_of_the_reference(configuration, tmp_path) -> None:
     make_checkpoint(configuration, tmp_path)
@@ -135,8 +138,10 @@ def test_logits_are_those_of_the_reference(configuration, tmp_path) -> None:
 @pytest.mark.parametrize(
     "configuration",
     slow_unless_in(
-        OF_EACH_KIND,
-        of_reference([*OF_EACH_KIND, *(c for c in CONFIGURATIONS[::5] if c not in OF_EACH_KIND)]),
+        [*OF_EACH_KIND, *HEAD_NORMS],
+        of_reference(
+            [*OF_EACH_KIND, *HEAD_NORMS, *(c for c in CONFIGURATIONS[::5] if c not in OF_EACH_KIND)]
+        ),
     ),
 )
 def test_the_reference_agrees_with_transformers(configuration, tmp_path) -> None:
@@ -160,7 +165,7 @@ def test_the_arena_holds_exactly_what_loading_asks_for(configuration, stored, dt
     load(spec, random_weights(spec, stored), dtype)
 
 
-@pytest.mark.parametrize("configuration", slow_unless_in(FEW_ODD, ODD))
+@pytest.mark.parametrize("configuration", slow_unless_in(FEW_ODD, [*ODD, *HEAD_NORMS]))
 def test_the_arena_holds_odd_models_exactly(configuration) -> None:
     config = make_model(configuration).config
     spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
