@@ -104,22 +104,16 @@ class StepModel:
             return 0.0
         if self.placement.has_host_experts:
             return min(split.min_s(load) for split in self.splits)
-        few, layers = self._excerpt, self._bare_layers
+        few, layers, kinds = self._excerpt, self._bare_layers, self._bare_kinds
         cost = self._cost(few, layers, self._mean_bytes, self._micro_batches(load))
-        form = self._form(load, bare=self._bare_form_layers)
+        form = self._form(load, bare=tuple(self._bare_form_layers[layer] for layer in kinds))
         busy_s = dict.fromkeys(Resource, 0.0)
         often = self.num_layers / len(few.layers)
         duplicates = _Duplicate.of(cost)
         of_micro_batches = Counter(duplicates.micro_batches)
         of_launches = Counter(duplicates.launches)
-        known: dict[tuple[Op, int], float] = {}
-        for tasks in _by_part(self.placement.schedule, form):
+        for tasks in _by_part(self.placement.schedule, form, tuple(kinds)):
             op, resource = tasks[0].op, tasks[0].resource
-            is_once = op in ONCE
-            key = (op, 0 if is_once else self._bare_kinds[tasks[0].layer])
-            if key in known:
-                busy_s[resource] += known[key]
-                continue
             parts = (
                 {0: 1}
                 if op in OF_NO_MICRO_BATCH
@@ -133,8 +127,7 @@ class StepModel:
                 for part, number in parts.items()
                 for group in range(groups)
             )
-            known[key] = seconds if is_once else often * seconds
-            busy_s[resource] += known[key]
+            busy_s[resource] += seconds if op in ONCE else often * kinds[tasks[0].layer] * seconds
         placement = self.placement
         if placement.num_pages:
             busy_s[Resource.HTOD] += cost.pages_s(placement.streamed_bytes, placement.num_pages)
@@ -150,10 +143,10 @@ class StepModel:
         return tuple(map(_without_sizes, self._bare_layers))
 
     @cached_property
-    def _bare_kinds(self) -> tuple[int, ...]:
-        """For each of these layers, the index of the first that takes as long."""
+    def _bare_kinds(self) -> Counter[int]:
+        """The first of these layers of each kind, and how many take as long."""
         kinds = list(zip(self._excerpt.layers, self._bare_layers, strict=True))
-        return tuple(map(kinds.index, kinds))
+        return Counter(map(kinds.index, kinds))
 
     @cached_property
     def _mean_bytes(self) -> float:
@@ -351,9 +344,14 @@ def _schedule(schedule: str, form: StepForm) -> Schedule:
 
 
 @lru_cache(maxsize=1024)
-def _by_part(schedule: str, form: StepForm) -> tuple[tuple[Task, ...], ...]:
+def _by_part(
+    schedule: str, form: StepForm, layers: tuple[int, ...]
+) -> tuple[tuple[Task, ...], ...]:
+    """Tasks of each operation of each layer; `layers` are the numbers of those of the form."""
     tasks: dict[Hashable, list[Task]] = {}
     for task in BUILDERS[schedule](form).tasks:
+        if task.op not in ONCE:
+            task = replace(task, layer=layers[task.layer])  # noqa: PLW2901 - the same elsewhere
         tasks.setdefault((task.op, task.layer), []).append(task)
     return tuple(tuple(sorted(each, key=lambda task: task.part)) for each in tasks.values())
 

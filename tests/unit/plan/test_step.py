@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from raymoe.plan import step
 from raymoe.plan.placement import Placement
+from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.sizes import Sizes
 from raymoe.plan.step import StepModel
-from raymoe.plan.work import StepLoad
+from raymoe.plan.work import ModelWork, StepLoad
 from raymoe.schedule.builders import RING_SCHEDULES, STREAMING_BUILDERS
 from raymoe.schedule.graph import Op, Resource
+from raymoe.specs.hardware import find_hardware
+from raymoe.specs.presets_models import model_preset
 from tests.unit.plan.device_jobs import POINTS, random_jobs
 
 
@@ -57,6 +61,28 @@ def test_no_step_is_shorter_than_its_busiest_lane(seed: int) -> None:
         busy_s[Resource.HTOD] = sum(span.duration_s for span in pages or copies)
         assert model.min_s(load) == pytest.approx(max(busy_s.values()), rel=0.04)
         assert model.min_s(load) <= 1.01 * model.seconds(load)
+
+
+def test_the_busiest_lane_is_found_from_a_layer_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 88 layers, whose kinds come in no period, a search looks at thousands of steps."""
+    spec, forms = model_preset("nemotron-3-super-120b-a12b"), []
+    policy = Policy(
+        max_num_seqs=400, max_num_batched_tokens=4096, max_prefill_chunk_tokens=1024,
+        num_kv_blocks=20_000, device=DevicePolicy(num_micro_batches=4),
+    )  # fmt: skip
+    placement = Placement.of(spec, "micro_batches", policy, bytes_per_element=2)
+    of_parts = step._by_part
+    monkeypatch.setattr(
+        step,
+        "_by_part",
+        lambda name, form, layers: forms.append(form) or of_parts(name, form, layers),
+    )
+    StepModel(ModelWork.of(spec, 2), find_hardware("a40"), placement).min_s(
+        StepLoad(decode_rows=400, decode_context=900)
+    )
+    assert [len(form.layers) for form in forms] == [3]
 
 
 def test_an_empty_step_takes_no_time() -> None:
