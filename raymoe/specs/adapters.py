@@ -112,7 +112,10 @@ def find_changes(
 
 def _advice(config: AdapterConfig, patch: _Patch) -> str:
     if patch.module.removesuffix(".weight") in _LABEL_HEADS:
-        merged = MERGE_ADAPTER.replace("ForCausalLM", "ForSequenceClassification")
+        merged = MERGE_ADAPTER.replace(
+            "ForCausalLM.from_pretrained(DIRECTORY)",
+            "ForSequenceClassification.from_pretrained(DIRECTORY, num_labels=COUNT)",
+        )
         return f"it is the head of a classifier, whose labels its model must have: {merged}"
     return f"the adapter may be one of {config.base or 'another model'}"
 

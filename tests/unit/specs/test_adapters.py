@@ -88,7 +88,7 @@ def test_parameters_are_transposed_as_peft_0_17_took_them() -> None:
         ({f"{LAYER}mlp.gate.modules_to_save.my-run.weight": (4, 64)}, "in its own, 'my-run'"),
         ({f"{LAYER}embed_tokens.lora_embedding_A.default": (4, 64)}, "in its own, 'default'"),
         ({"base_model.model.score.weight": (3, 64)},
-         "head of a classifier.*AutoPeftModelForSequenceClassification"),
+         "head of a classifier.*AutoPeftModelForSequenceClassification.*num_labels=COUNT"),
         ({f"{LAYER}self_attn.q_proj.bias": (64,)}, "q_proj.bias, which tiny does not have"),
         (factors(QUERY, 64, 64) | {f"{QUERY}.lora_B.bias": (64,)}, "lora_B.bias' is added to mode"),
     ],
