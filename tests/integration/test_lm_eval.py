@@ -255,7 +255,7 @@ def test_answers_and_chats_are_those_of_transformers(
         assert len(set(wanted)) > len(OPTIONS)
         empty = Instance("generate_until", {}, ("a b c d", GREEDY | {"until": ["", "x"]}), 0)
         (text,) = theirs.generate_until([empty], disable_tqdm=True)
-        assert len(theirs.tok_encode(text, add_special_tokens=False)) <= 1
+        assert len(text) <= 1  # a token is a byte
         with pytest.raises(ConfigError, match="until has an empty text, at which `hf` ends every"):
             ours.generate_until([empty], disable_tqdm=True)
 

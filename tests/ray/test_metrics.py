@@ -22,6 +22,7 @@ NEEDED = ("prometheus_client", "opentelemetry", "aiohttp_cors", "grpc")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in NEEDED),
         reason="Ray exports metrics with pip install 'ray[default]' alone",
@@ -63,14 +64,18 @@ class Holder:
         return self._operator._engine.stats()
 
 
-def scrape():
-    """Values by series and the tags that are ours."""
+def exported():
     (node,) = ray.nodes()
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(address, timeout=5) as answer:
-        text = answer.read().decode()
+        return answer.read().decode()
+
+
+def scrape():
+    """Values by series and the tags that are ours."""
     found = {}
-    for name, labels, value in re.findall(r"^(ray_raymoe_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+    series = re.findall(r"^(ray_raymoe_\w+)\{(.*)\} (\S+)$", exported(), re.MULTILINE)
+    for name, labels, value in series:
         tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         found[name, tags.get("kind", "")] = (float(value), tags)
     return found
@@ -106,3 +111,20 @@ def test_the_series_arrive_with_the_numbers_of_the_rows(ray_with_metrics, tiny_m
     assert not tags.get("dataset")  # that of Ray Data, which runs no job here
     known = {metric.exported_name for metric in METRICS}
     assert {name for name, _ in found} <= known
+
+
+def test_the_series_of_a_job_have_the_labels_of_ray_datas(ray_with_metrics, tiny_model):
+    config = EngineConfig(host_memory_bytes=3 * 2**30, num_threads=1)
+    ds = ray.data.from_arrow([TABLE.slice(first, 1) for first in range(20)])
+    ds = raymoe.generate(ds, tiny_model, max_tokens=4, id_column="id", engine_config=config)
+    rows = iter(ds.iter_rows())
+    next(rows)
+    deadline = time.monotonic() + 60
+    found = {}
+    while time.monotonic() < deadline and not found:
+        time.sleep(0.5)
+        found = scrape()
+    tags = found["ray_raymoe_rows_total", ""][1]
+    place = f'dataset="{tags["dataset"]}",.*operator="{re.escape(tags["operator"])}"'
+    assert re.search(f"^ray_data_.*{place}", exported(), re.MULTILINE)
+    assert len([*rows]) == 19
