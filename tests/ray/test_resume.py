@@ -65,9 +65,11 @@ class Command:
         self.input, self.log = place / "in.jsonl", place / "generated.log"
         self.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [Path(raymoe.__file__).parents[1], Path(__file__).parents[2]]
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([*map(str, paths), *filter(None, given)])
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))),
+            "PYTHONPATH": os.pathsep.join(paths),
             LOG_VARIABLE: str(self.log),
         }
         self.environment.pop("RAY_ADDRESS", None)
