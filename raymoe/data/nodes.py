@@ -183,7 +183,7 @@ def _of_kuberay() -> Mapping[str, Any] | None:
         cluster = client.get(f"rayclusters/{name}")
         if not cluster["spec"].get("enableInTreeAutoscaling"):
             return None
-        return autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)  # noqa: SLF001
+        return dict(autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster))  # noqa: SLF001
     except Exception as error:  # a role that may not, a network that is closed
         logger.info(  # without an autoscaler a head often may not
             "the groups of nodes of the RayCluster %s cannot be read (%s: %s): the plan is for the "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray._common.ray_option_utils import validate_actor_options
-from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined] # compiled
+from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]  # Cython
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -92,7 +92,7 @@ def _has_resources(node: Node, args: RemoteArgs) -> bool:
         wanted[ACCELERATOR + accelerator] = 0.0
     strategy = args.get("scheduling_strategy")
     if isinstance(strategy, NodeAffinitySchedulingStrategy) and not strategy.soft:
-        return node.node_id == strategy.node_id
+        return bool(node.node_id == strategy.node_id)
     return all(
         name in node.resources and node.resources[name] >= amount for name, amount in wanted.items()
     )
