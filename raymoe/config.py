@@ -270,6 +270,8 @@ class EngineConfig:
         policy: Overrides the sizes that the planner would choose.
         planned: What the driver of a job has planned, which `map_batches_kwargs` hands to actors.
             An engine on a machine that differs, or has less memory, plans again and logs why.
+        divides_node: An actor of Ray has the part of its node's cores and memory that its GPUs are
+            of those of the node; `map_batches_kwargs` sets it where nodes differ.
         host_memory_bytes: Budget for weights and KV cache.
         device_memory_bytes: Usable memory of the device; all that is free by default.
         hardware: Node to plan for: a `HardwareSpec`, or a file of `raymoe profile --out`; None or
@@ -309,6 +311,7 @@ class EngineConfig:
     schedule: str = "auto"
     policy: "Policy | None" = None
     planned: "Choice | None" = None
+    divides_node: bool = False
     kv_dtype: str = "auto"
     state_dtype: str = "float32"
     host_memory_bytes: int | None = None

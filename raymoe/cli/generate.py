@@ -44,6 +44,7 @@ from raymoe.config import (
 from raymoe.data.columns import INPUT_MAY_NOT_HAVE, check_names
 from raymoe.data.generator import output_columns
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.remote_args import take_remote_args
 from raymoe.data.status import FormerRuns, Pairs
 from raymoe.data.tasks import read_task, reader_of
 from raymoe.engine.tasks.rows import CONTINUATION_COLUMN
@@ -427,6 +428,16 @@ NumActors = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+RayRemoteArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Run engines where Ray's options of an actor say, such as accelerator_type=L4 or "
+        'label_selector={"market": "spot"}; only such nodes are counted. Repeat it for several.',
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option(
@@ -586,6 +597,7 @@ def run(  # noqa: PLR0913 - the options of a command
     dtype: Dtype = "auto",
     device: Device = "auto",
     num_actors: NumActors = AUTO,  # type: ignore[assignment]  # as above
+    ray_remote_args: RayRemoteArgs = None,
     batch_size: BatchSize = None,
     num_threads: NumThreads = None,
     tensor_parallel_size: TensorParallelSize = 1,
@@ -599,10 +611,7 @@ def run(  # noqa: PLR0913 - the options of a command
     task: Task = "generate",
     task_options: TaskOptionsText = "{}",
 ) -> None:
-    """Generate text for every row of a table; every input row gives one output row.
-
-    The column __inference_error__ says why a row failed. Runs in a local Ray, or in RAY_ADDRESS's.
-    """
+    """Generate text for each row, in a local Ray or RAY_ADDRESS's; errors are a column."""
     _run_until_stopped(context.params, context.obj or sys.argv[2:])
 
 
@@ -649,6 +658,7 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
         source=source, options=options, engine_config=config, id_column=id_column, writer=writer,
         lease=lease, journal_dir=None if given["no_journal"] else state.journal,
         status_dir=state.status, settings=_settings(given), is_sorted=given["sort_by_prefix"],
+        remote_args=_remote_args(given),
         **{name: given[name] for name in OF_JOB},
     )  # fmt: skip
     return job, state
@@ -711,6 +721,9 @@ def check_batch_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Engin
 
 def _settings(params: Mapping[str, Any]) -> Pairs:
     texts = {name.rstrip("_"): str(value) for name, value in params.items()}
+    if params["ray_remote_args"]:  # the variables of a runtime environment may be secrets
+        names = (text.partition("=")[0] for text in params["ray_remote_args"])
+        texts["ray_remote_args"] = ", ".join(names)
     addresses = {name: text for name, text in texts.items() if name in ADDRESSES and "://" in text}
     return tuple((texts | {one: without_secrets(addresses[one]) for one in addresses}).items())
 
@@ -952,6 +965,18 @@ def _without_written(job: Job, former: FormerRuns, *, retries_errors: bool) -> J
     total = job.source.num_rows
     typer.echo(f"{written.num_rows:,} of {total:,} rows are already written", err=True)
     return dataclasses.replace(job, written=written, former=counts.added_to(former))
+
+
+def _remote_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where engines may run, as `map_batches_kwargs` has it."""
+    args = {}
+    for text in given["ray_remote_args"] or ():
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            raise ConfigError(f"--ray-remote-args {text}: it takes KEY=VALUE")
+        args[name] = _value(value)
+    take_remote_args({"ray_remote_args": args})
+    return {"ray_remote_args": args} if args else {}
 
 
 def _parse(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,7 @@ class Job:
         price_per_hour: Of a node, in `currency`.
         journal_dir: Where actors keep finished rows and look for those of a former run.
         status_dir: Where actors and driver write how they do; None writes nothing.
+        remote_args: Where actors may run, by Ray's names.
         settings: Names and values, for people.
         is_sorted: Rows that share a prefix come together; their order is lost.
     """
@@ -212,6 +213,7 @@ class Job:
     currency: str = CURRENCY
     settings: Pairs = ()
     num_actors: NumActors = AUTO
+    remote_args: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int | None = None
     rows_in_flight: int | None = None
     preserve_order: bool = False
@@ -505,6 +507,7 @@ def _dataset(
         status_dir=job.status_dir,
         id_column=job.id_column,
         error_column=job.source.error_column,
+        **job.remote_args,
         **job.options,
     )
     if arguments.plan is not None:

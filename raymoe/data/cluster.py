@@ -1,10 +1,11 @@
 """Nodes of a Ray cluster that can run an engine, and checks that a pipeline fits on them."""
 
+import dataclasses
 import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -12,9 +13,13 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util import get_node_ip_address
 
 from raymoe.data.address import check_address
+from raymoe.data.before_start import as_users_error
+from raymoe.data.by_speed import share_by_speed
 from raymoe.data.callbacks import register_callback
 from raymoe.data.generator import MoEGenerator
-from raymoe.errors import InfeasiblePlanError
+from raymoe.data.nodes import Kind, Node, nodes_to_come
+from raymoe.data.remote_args import RemoteArgs, describe_lack, find_nodes
+from raymoe.errors import ExecutionError, InfeasiblePlanError, RaymoeError
 from raymoe.specs.hardware import HARDWARE_PRESETS, USABLE_FRACTION, HardwareSpec
 from raymoe.units import GB, ceil_div, format_bytes, format_seconds
 
@@ -29,7 +34,6 @@ except ImportError as error:
 CORE_BYTES_PER_S, CORE_FLOP_PER_S = 8e9, 60e9
 # Prompts and answers need little; Ray's default of 30 % of the memory would shrink the KV cache.
 MIN_STORE_BYTES, MAX_STORE_BYTES = int(8 * GB), int(16 * GB)
-_ACCELERATOR = "accelerator_type:"
 _PRESETS_OF_RAY = {"a10g": "a10"}  # Ray's GPU names whose lower case is not our name
 
 logger = logging.getLogger(__name__)
@@ -45,7 +49,11 @@ class Cluster:
         num_generators: Generators of the pipeline, with as many actors each; None if not given.
         is_here: Whether the only node is this machine.
         num_taken: Places of engines that other stages of the pipeline take.
-        idle: What no engine can use, for people: nodes without a GPU, GPUs of larger nodes.
+        idle: What no engine can use, for people, such as nodes without a GPU.
+        smaller: GPUs that are not used where each node counts as the smallest, for people.
+        kinds: The nodes as clusters of like ones; none if all are the same.
+        nodes: The nodes themselves; of a planned cluster none.
+        num_to_come: Nodes among them that an autoscaler has to start.
     """
 
     num_nodes: int
@@ -59,35 +67,67 @@ class Cluster:
     is_here: bool = False
     num_taken: int = 0
     idle: tuple[str, ...] = ()
+    smaller: tuple[str, ...] = ()
+    kinds: "tuple[Cluster, ...]" = ()
+    nodes: tuple[Node, ...] = ()
+    num_to_come: int = 0
 
     @classmethod
-    def connected(cls, device: str = "auto", gpus_per_actor: float = 1) -> "Cluster":
+    def connected(
+        cls,
+        device: str = "auto",
+        gpus_per_actor: float = 1,
+        remote_args: RemoteArgs | None = None,
+    ) -> "Cluster":
         """Return the cluster that this process is connected to.
 
-        If some nodes have GPUs, engines run on those unless `device` is the CPU, and on nodes with
-        at least `gpus_per_actor` if there are any. A head without CPUs runs none.
+        Nodes that an autoscaler may start count as those that run. If some nodes have GPUs, engines
+        run on those unless `device` is the CPU, and on nodes with at least `gpus_per_actor` if
+        there are any. A head without CPUs runs none.
+
+        Args:
+            remote_args: Ray's options of the actors, which may leave out nodes.
         """
-        alive = [node for node in ray.nodes() if node["Alive"]] if _has_ray() else []
-        nodes = [node["Resources"] for node in alive]
-        nodes = [resources for resources in nodes if resources.get("CPU")]
+        alive = [Node.of(node) for node in ray.nodes() if node["Alive"]] if _has_ray() else []
+        to_come = nodes_to_come(alive) if alive else []
+        all_nodes = [node for node in (*alive, *to_come) if node.resources.get("CPU")]
+        nodes = find_nodes(all_nodes, remote_args or {})
+        if all_nodes and not nodes:
+            logger.warning("%s", describe_lack(all_nodes, remote_args or {}))
         with_gpus = _with_gpus(nodes, gpus_per_actor) if device in {"auto", "cuda"} else []
-        nodes, all_nodes = with_gpus or nodes, nodes
+        nodes, found = with_gpus or nodes, nodes
         if not nodes:
             return cls(num_nodes=1, num_cpus=0, num_gpus=0)
+        addresses = [node.address for node in (*alive, *to_come)]
+        cluster = cls.of(nodes, gpus_per_actor, uses_gpus=bool(with_gpus))
+        kinds = [
+            cls.of(like, gpus_per_actor, uses_gpus=bool(with_gpus)) for like in _by_kind(nodes)
+        ]
+        return dataclasses.replace(
+            cluster,
+            is_here=addresses == [get_node_ip_address()],
+            idle=_without_gpus(found, with_gpus, gpus_per_actor),
+            smaller=_unused_gpus(with_gpus, gpus_per_actor),
+            kinds=tuple(kinds) if len(kinds) > 1 else (),
+        )
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], gpus_per_actor: float, *, uses_gpus: bool) -> "Cluster":
+        """A cluster of these nodes, each of which counts as the smallest."""
 
         def of_all(name: str) -> float:
-            return len(nodes) * min(float(resources.get(name, 0)) for resources in nodes)
+            return len(nodes) * min(float(node.resources.get(name, 0)) for node in nodes)
 
         return cls(
             num_nodes=len(nodes),
             num_cpus=of_all("CPU"),
-            num_gpus=of_all("GPU") if with_gpus else 0,
+            num_gpus=of_all("GPU") if uses_gpus else 0,
             memory_bytes=of_all("memory"),
             gpus_per_actor=gpus_per_actor,
-            gpu=_known_gpu(with_gpus),
-            store_bytes=max(float(node.get("object_store_memory", 0)) for node in nodes),
-            is_here=[node.get("NodeManagerAddress") for node in alive] == [get_node_ip_address()],
-            idle=_idle(all_nodes, with_gpus, gpus_per_actor),
+            gpu=_known_gpu(nodes) if uses_gpus else None,
+            store_bytes=max(float(one.resources.get("object_store_memory", 0)) for one in nodes),
+            nodes=tuple(nodes),
+            num_to_come=sum(not node.node_id for node in nodes),
         )
 
     @property
@@ -158,38 +198,44 @@ def _has_ray() -> bool:
     return bool(ray.is_initialized())
 
 
-def _with_gpus(nodes: Sequence[Mapping[str, Any]], minimum: float) -> list[Mapping[str, Any]]:
-    enough = [resources for resources in nodes if resources.get("GPU", 0) >= minimum]
-    return enough or [resources for resources in nodes if resources.get("GPU", 0) > 0]
+def _with_gpus(nodes: Sequence[Node], minimum: float) -> list[Node]:
+    enough = [node for node in nodes if node.resources.get("GPU", 0) >= minimum]
+    return enough or [node for node in nodes if node.resources.get("GPU", 0) > 0]
 
 
-def _idle(
-    nodes: Sequence[Mapping[str, Any]],
-    with_gpus: Sequence[Mapping[str, Any]],
-    gpus_per_actor: float,
+def _by_kind(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Return the nodes in groups of like ones, in the order of the first of each."""
+    kinds: dict[Kind, list[Node]] = {}
+    for node in nodes:
+        kinds.setdefault(node.kind, []).append(node)
+    return list(kinds.values())
+
+
+def _without_gpus(
+    nodes: Sequence[Node], with_gpus: Sequence[Node], gpus_per_actor: float
 ) -> tuple[str, ...]:
-    """Return what engines leave of the nodes, as each node counts as the smallest that has one."""
-    if not with_gpus:
+    """Say which nodes have too few GPUs beside others that have enough."""
+    num_left = len(nodes) - len(with_gpus)
+    if not with_gpus or not num_left:
         return ()
-    found = []
-    if len(nodes) > len(with_gpus):
-        found.append(f"{len(nodes) - len(with_gpus)} of {len(nodes)} nodes run none: they have "
-                     f"fewer than {gpus_per_actor:g} GPUs")  # fmt: skip
-    gpus = [float(node["GPU"]) for node in with_gpus]
-    more = sum(gpus) - len(gpus) * min(gpus)
-    if more >= gpus_per_actor:
-        found.append(f"{more:g} of {sum(gpus):g} GPUs are not used: each node counts as the "
-                     f"smallest, with {min(gpus):g}; num_actors uses more")  # fmt: skip
-    return tuple(found)
+    return (f"{num_left} of {len(nodes)} nodes run none: they have fewer than "
+            f"{gpus_per_actor:g} GPUs",)  # fmt: skip
 
 
-def _known_gpu(nodes: Iterable[Mapping[str, Any]]) -> HardwareSpec | None:
+def _unused_gpus(with_gpus: Sequence[Node], gpus_per_actor: float) -> tuple[str, ...]:
+    gpus = [float(node.resources["GPU"]) for node in with_gpus]
+    more = sum(gpus) - len(gpus) * min(gpus, default=0)
+    if more < gpus_per_actor:
+        return ()
+    return (f"{more:g} of {sum(gpus):g} GPUs are not used: each node counts as the smallest, with "
+            f"{min(gpus):g}; num_actors uses more",)  # fmt: skip
+
+
+def _known_gpu(nodes: Iterable[Node]) -> HardwareSpec | None:
     """Return the GPU with the least memory; None if any is unknown."""
     found = []
-    for resources in nodes:
-        names = [name for name in resources if name.startswith(_ACCELERATOR)]
-        name = names[0].removeprefix(_ACCELERATOR).lower() if names else ""
-        preset = HARDWARE_PRESETS.get(_PRESETS_OF_RAY.get(name, name))
+    for node in nodes:
+        preset = HARDWARE_PRESETS.get(_PRESETS_OF_RAY.get(node.gpu_name, node.gpu_name))
         if preset is None:
             return None
         found.append(preset)
@@ -214,11 +260,13 @@ class Stage:
     Attributes:
         num_actors: 0 for a stage of tasks, of which one at a time must fit.
         each: CPU, GPU and memory of an actor or task.
+        remote_args: Ray's options of them, which may leave out nodes.
     """
 
     name: str
     num_actors: int
     each: Resources
+    remote_args: RemoteArgs = field(default_factory=dict)
 
 
 def check_before_start() -> None:
@@ -233,6 +281,8 @@ def check_before_start() -> None:
 
 
 LOOK_EVERY_S, PATIENCE_S, REPEAT_S = 1.0, 5.0, 60.0
+# Of one actor. Ray starts one whose process ends again and again, without a limit.
+MAX_RESTARTS_WHILE_LOADING = 3
 
 
 class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
@@ -252,12 +302,15 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
         self._pools = [PoolWatch(operator) for operator in generators]
         if not self._pools:
             return
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        problem = find_problem(stages, nodes)
+        nodes = [Node.of(node) for node in ray.nodes() if node["Alive"]]
+        to_come = nodes_to_come(nodes)
+        problem = find_problem(stages, [*nodes, *to_come])
         if not problem:
+            if to_come and find_problem(stages, nodes):
+                logger.info("the autoscaler has to start nodes for this pipeline")
             return
         autoscaler = ray._private.state.state.get_cluster_config()  # noqa: SLF001 - as above
-        if len(nodes) == 1 and autoscaler is None:
+        if len(nodes) == 1 and autoscaler is None and not to_come:
             raise InfeasiblePlanError(f"{problem}. {ADVICE}")
         logger.warning("%s, unless more nodes come. %s", problem, ADVICE)
 
@@ -268,6 +321,8 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
             try:
                 for pool in self._pools:
                     pool.look(now_s)
+            except RaymoeError as error:  # the job is hopeless
+                raise as_users_error(error) from None
             except Exception:  # an error here would end the job
                 logger.exception("an error of raymoe: the log no longer says what actors wait for")
                 self._pools = []
@@ -281,6 +336,7 @@ class PoolWatch:
         (self._pool,) = operator.get_autoscaling_actor_pools()
         self._each = _stage(operator).each
         self._plan = _plan_of(operator)
+        share_by_speed(self._pool, self._plan)
         self._num_told = None if self._plan is None else self._plan.num_actors
         self._says_at_s: float | None = None
         self._num_running, self._runs_since_s = 0, 0.0
@@ -288,6 +344,8 @@ class PoolWatch:
     def look(self, now_s: float) -> None:
         num_pending = self._pool.num_pending_actors()
         num_waiting = len(self._without_place()) if num_pending else 0
+        if num_pending and not self._pool.num_running_actors():
+            self._refuse_endless_restarts()
         if not num_waiting:
             self._says_at_s = None
         elif self._says_at_s is None:
@@ -299,9 +357,25 @@ class PoolWatch:
 
     def _without_place(self) -> list[str]:
         """Return the pending actors that no node has taken; the others load."""
+        actors = self._pending("PENDING_CREATION")
+        return [name for name, actor in actors.items() if not _is_placed(actor)]
+
+    def _refuse_endless_restarts(self) -> None:
+        """End a job of which no actor has ever loaded and one has died again and again."""
+        restarts = [actor["NumRestarts"] for actor in self._pending("RESTARTING").values()]
+        if max(restarts, default=0) > MAX_RESTARTS_WHILE_LOADING:
+            raise ExecutionError(
+                f"the process of an actor of {self._name} has ended {max(restarts)} times while it "
+                "loaded the model, without an error of its own. Ray's logs of the node say why: "
+                "mostly it had too little memory, or a node was taken away. Reduce "
+                "host_memory_bytes, or take nodes with more memory"
+            )
+
+    def _pending(self, state: str) -> dict[str, Mapping[str, Any]]:
+        """Return Ray's entries of the actors that have not finished loading, in a state."""
         ids = {handle._actor_id.hex() for handle in self._pool._pending_actors.values()}  # noqa: SLF001
-        actors = ray._private.state.actors(actor_state_name="PENDING_CREATION")  # noqa: SLF001
-        return [one for one in ids & actors.keys() if not _is_placed(actors[one])]
+        actors = ray._private.state.actors(actor_state_name=state)  # noqa: SLF001
+        return {name: actors[name] for name in ids & actors.keys()}
 
     def _wait(self, num_waiting: int) -> str:
         nodes = ray._private.state.available_resources_per_node().values()  # noqa: SLF001
@@ -355,23 +429,29 @@ def _of_stage(node: Mapping[str, float]) -> Resources:
     return {name: node.get(name, 0.0) for name in ("CPU", "GPU", "memory")}
 
 
-def find_problem(stages: Sequence[Stage], nodes: Iterable[Mapping[str, float]]) -> str:
+def find_problem(stages: Sequence[Stage], nodes: Sequence[Node]) -> str:
     """Return which actors or tasks do not fit when all stages run at once; "" if all fit."""
-    free = [_of_stage(node) for node in nodes]
+    free = [_of_stage(node.resources) for node in nodes]
     at_first = ", ".join(_shown(node) for node in free)
+
+    def of_stage(stage: Stage) -> list[Resources]:
+        allowed = find_nodes(nodes, stage.remote_args)
+        return [left for left, node in zip(free, nodes, strict=True) if node in allowed]
+
     pools = sorted((stage for stage in stages if stage.num_actors), key=_size, reverse=True)
     wanted = "; ".join(
         f"{pool.num_actors} x {pool.name} with {_shown(pool.each)}" for pool in pools
     )
     for pool in pools:
-        placed = sum(_place(pool.each, free) for _ in range(pool.num_actors))
+        allowed = of_stage(pool)
+        placed = sum(_place(pool.each, allowed) for _ in range(pool.num_actors))
         if placed < pool.num_actors:
             return (
                 f"{pool.num_actors - placed} of {pool.num_actors} actors of {pool.name} find no "
                 f"room next to the others: the pipeline needs {wanted}; the nodes have {at_first}"
             )
     for stage in stages:
-        if not stage.num_actors and not _place(stage.each, [dict(node) for node in free]):
+        if not stage.num_actors and not _place(stage.each, map(dict, of_stage(stage))):
             return (
                 f"the actors leave no room for {stage.name}, which needs {_shown(stage.each)}: "
                 f"they take {wanted}; the nodes have {at_first}"
@@ -385,6 +465,7 @@ def _stage(operator: Any) -> Stage:
         name=operator.name,
         num_actors=sum(pool.min_size() for pool in operator.get_autoscaling_actor_pools()),
         each={"CPU": each.cpu or 0, "GPU": each.gpu or 0, "memory": each.memory or 0},
+        remote_args=getattr(operator, "_ray_remote_args", None) or {},
     )
 
 

@@ -571,6 +571,10 @@ def _load_engine(model_source: str | Path, config: EngineConfig) -> "Engine":
         from raymoe.engine.node import require_gpu  # noqa: PLC0415 - loads torch, as above
 
         require_gpu(config)
+        if config.divides_node:
+            from raymoe.data.node_share import with_part_of_node  # noqa: PLC0415 - it imports Ray
+
+            config = with_part_of_node(model_source, config)
     return Engine.from_pretrained(model_source, config)
 
 

@@ -1,7 +1,6 @@
 """`generate`: a job in one call. `build_processor`: pipelines written for ray.data.llm."""
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal import forget_errors
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
-from raymoe.data.sizing import configure_data_context, map_batches_kwargs
+from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
@@ -121,16 +120,14 @@ def _generated_from(
     return ds.drop_columns([template.error_column]) if is_ours else ds
 
 
-def _generated(
-    ds: "Dataset", model: str | Path, options: Mapping[str, Any], **more: Any
-) -> "Dataset":
+def _generated(ds: "Dataset", model: str | Path, options: Mapping[str, Any]) -> "Dataset":
     context = ds.context
     if context.execution_no_progress_timeout_s == type(context)().execution_no_progress_timeout_s:
         order = context.execution_options.preserve_order  # the user's own settings stay
         configure_data_context(context=context, preserve_order=order)
     kwargs = map_batches_kwargs(model, ds=ds, **options)
     ds = ds.repartition(target_num_rows_per_block=kwargs["batch_size"], strict=True)
-    return ds.map_batches(MoEGenerator, **kwargs, **more)
+    return ds.map_batches(MoEGenerator, **kwargs)
 
 
 @dataclass(kw_only=True)
@@ -186,13 +183,12 @@ class Processor:
     postprocess_map_kwargs: Mapping[str, Any]
     should_continue_on_error: bool
     is_chat: bool
-    remote_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: "Dataset") -> "Dataset":
         """Return the lazy dataset of postprocessed rows."""
         dataset = dataset.map(self._before, **self.preprocess_map_kwargs)
         options = self.operator_kwargs
-        dataset = _generated(dataset, self.model_source, options, **self.remote_kwargs)
+        dataset = _generated(dataset, self.model_source, options)
         return dataset.map(self._after, **self.postprocess_map_kwargs)
 
     def log_input_column_names(self) -> None:
@@ -301,13 +297,12 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         "task": given["task_type"],
         "batch_size": given["batch_size"],
         "should_continue_on_error": given["should_continue_on_error"],
+        **{name: given[name] for name in ("accelerator_type", "runtime_env")},
         **_pool_sizes(given),
         **builder,
     }
-    of_pool = inspect.signature(map_batches_kwargs).parameters
-    of_rows = {name: value for name, value in options.items() if name not in of_pool}
-    check_options(given["model_source"], of_rows, of_pool)
-    remote = {name: given[name] for name in ("accelerator_type", "runtime_env")}
+    of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
+    check_options(given["model_source"], of_rows, POOL_OPTIONS)
     return Processor(
         model_source=str(given["model_source"]),
         operator_kwargs=options,
@@ -318,7 +313,6 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         postprocess_map_kwargs=postprocess_map_kwargs or {},
         should_continue_on_error=given["should_continue_on_error"],
         is_chat=is_chat,
-        remote_kwargs={name: value for name, value in remote.items() if value is not None},
     )
 
 

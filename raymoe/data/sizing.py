@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,19 @@ from raymoe.config import (
 from raymoe.data.before_start import check_rows, generator_options
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
+from raymoe.data.kinds import (
+    LATER,
+    KindPlan,
+    common_cpus,
+    kinds_that_pay,
+    plan_kinds,
+    predict,
+    show_nodes,
+    without_nodes,
+)
+from raymoe.data.node_share import choose_sharing, dtype_of, read_model, saved_bytes, share_node
+from raymoe.data.nodes import Node
+from raymoe.data.remote_args import NAMES, RemoteArgs, take_remote_args
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.errors import ConfigError, InfeasiblePlanError
@@ -32,7 +45,6 @@ from raymoe.plan.search import find_plan
 from raymoe.shadows import directories_of_workers, find_shadow
 from raymoe.specs.files import expanded
 from raymoe.specs.hardware import HardwareSpec, MeasuredNode, find_hardware, is_hardware_file
-from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import KV_ITEM_BYTES, PLAIN_FORMATS
 from raymoe.specs.workload import Workload
 from raymoe.units import CURRENCY, ceil_div, format_bytes, format_seconds
@@ -108,46 +120,6 @@ def configure_data_context(
     return context
 
 
-def choose_sharing(config: EngineConfig, *, actors_per_node: int, num_gpus: float) -> EngineConfig:
-    """Resolve "auto": engines with a device share weights with other actors of their node."""
-    if config.shared_weights != "auto":
-        return config
-    has_device = config.device in {"cuda", "emulated"}
-    has_device |= config.device == "auto" and num_gpus >= 1
-    is_one_process = config.tensor_parallel_size == 1
-    is_read = config.load_format != "dummy"
-    shares = actors_per_node > 1 and has_device and is_one_process and is_read
-    return dataclasses.replace(config, shared_weights=shares)
-
-
-def saved_bytes(model_source: str | Path, config: EngineConfig, actors_per_node: int) -> int:
-    """Return the weight bytes that the plan of one actor counts but other actors hold.
-
-    0 if nothing is shared, and for a model that is not on this machine yet.
-    """
-    is_here = (Path(model_source) / "config.json").is_file()
-    if config.shared_weights is not True or not is_here:
-        return 0
-    spec = _read_model(model_source, config)
-    num_bytes = spec.weight_bytes(PLAIN_FORMATS[dtype_of(spec, config)].item_bytes)
-    num_bytes += spec.table_bytes
-    return num_bytes * (actors_per_node - 1) // actors_per_node
-
-
-def _read_model(directory: str | Path, config: EngineConfig) -> ModelSpec:
-    """The model as an engine holds it, with its adapter."""
-    if config.adapter is None:
-        return ModelSpec.from_directory(directory)
-    # It loads torch, which the driver of other jobs does not need.
-    from raymoe.engine.rank_model import read_model  # noqa: PLC0415
-
-    return read_model(Path(directory), config)
-
-
-def dtype_of(spec: ModelSpec, config: EngineConfig) -> str:
-    return spec.dtype or "bfloat16" if config.dtype == "auto" else config.dtype
-
-
 try:
     from ray.data import ActorPoolStrategy
     from ray.data import DataContext as CurrentContext
@@ -167,7 +139,6 @@ DEFAULT_ROWS = 1024
 ROWS_PER_SEQUENCE = 4
 MIN_ROWS_PER_CALL = 16  # a task costs the driver some milliseconds, however few its rows are
 DIRECTORIES = ("journal_dir", "status_dir")
-LATER = 1.1  # of the time that all take: what an actor less may cost
 PREFETCHED_FRACTION = 0.25  # tasks that wait at the actor with their input already local
 
 
@@ -190,8 +161,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     """Return the keyword arguments with which `Dataset.map_batches` runs `MoEGenerator`.
 
     Their attribute `plan` is the plan of the job, which Ray Data's logger shows. Blocks of another
-    size than `batch_size` run their calls one after another. Sizes are those of the smallest node;
-    ``engine_config={"hardware": ...}`` describes nodes to come.
+    size than `batch_size` run their calls one after another.
 
     Args:
         model_source: A local model directory, or a name on the Hugging Face hub.
@@ -205,44 +175,70 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         num_cpus: Reserved for an actor; None leaves one of a node to reads.
         memory: Bytes reserved for an actor; None chooses what the plan needs.
         ds: The dataset, to plan for its rows and their lengths; `workload` replaces it.
-        options: Of `MoEGenerator`. A relative journal_dir or status_dir is resolved here.
+        options: Of `MoEGenerator`, directories from here; and of actors as Ray names them:
+            label_selector, fallback_strategy, accelerator_type, resources, scheduling_strategy,
+            runtime_env, and ray_remote_args for others. Only nodes that meet them count.
     """
     counts = {"num_generators": num_generators, "min_actors": min_actors}
     _check_counts(num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
+    remote_args = take_remote_args(options)
     _check_options(model_source, {**options, "engine_config": engine_config}, ds)
     model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
-    cluster = _find_cluster(config, num_gpus, num_generators, ds)
-    found = pool, config, plan, job = _plan_pool(
+    cluster = _find_cluster(config, num_gpus, num_generators, ds, remote_args=remote_args)
+    found = pool, config, plan, job, *_ = _plan_pool(
         model_source, config, workload, cluster, num_actors=num_actors,
         min_actors=min_actors, batch_size=batch_size,
     )  # fmt: skip
     batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, pool[1])
-    if rows_in_flight is None:
-        calls = min(calls, _calls_of_a_share(workload, options, pool, batch_size))
+    calls = min(calls, rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size))
+    job = _with_tasks(job, options, rows_in_flight, batch_size)
     _show(workload, found, cluster)
     engine = {"engine_config": _handed_down(config, job), "max_concurrent_calls": calls}
     return OperatorKwargs({
         "batch_size": batch_size, "batch_format": "pyarrow", "udf_modifying_row_count": False,
         "num_gpus": _choose_num_gpus(num_gpus, config, cluster),
-        "num_cpus": cluster.cpus_for(pool[1]) if num_cpus is None else num_cpus,
-        "memory": plan.memory_bytes if memory is None and plan is not None else memory,
         "fn_constructor_args": (str(model_source),),
         "fn_constructor_kwargs": OperatorKwargs(engine | _for_nodes(options), job),
         "compute": _make_pool(*pool, calls),
-    }, job)  # fmt: skip
+    } | _request(found, num_cpus, memory, remote_args), job)  # fmt: skip
+
+
+def _request(
+    found: "PoolPlan", num_cpus: float | None, memory: int | None, remote_args: RemoteArgs
+) -> dict[str, Any]:
+    """Return what an actor asks for, and where."""
+    num_cpus = found.num_cpus if num_cpus is None else num_cpus
+    if memory is None and found.actor is not None:
+        memory = found.actor.memory_bytes
+    remote_args = without_nodes(remote_args, found.left_out, num_cpus, memory or 0)
+    return {"num_cpus": num_cpus, "memory": memory, **remote_args}
+
+
+POOL_OPTIONS = frozenset(inspect.signature(map_batches_kwargs).parameters) | NAMES
 
 
 def _show(workload: Workload | None, found: "PoolPlan", cluster: Cluster) -> None:
     if workload is not None and found.job is not None:
         notebook_logger.info("%s", found.job)
-    elif cluster.max_actors > 1 or cluster.idle:
-        notebook_logger.info("%s", "; ".join(_places(found.pool[1], cluster)))
+        return
+    places = found.places or _places(found.pool[1], cluster.max_actors, cluster)
+    if cluster.max_actors > 1 or len(places) > 1:
+        notebook_logger.info("%s", "; ".join(places))
 
 
-def _places(num_actors: int, cluster: Cluster) -> list[str]:
-    """Return how much of the cluster the actors use."""
-    return [f"actors: {num_actors}, with room for {cluster.max_actors}", *cluster.idle]
+def _places(num_actors: int, max_actors: int, cluster: Cluster, *, few: bool = False) -> list[str]:
+    """Return how much of the cluster the actors use.
+
+    Args:
+        few: Whether fewer than could run were chosen.
+    """
+    why = ": more would hardly end the job sooner" if few else ""
+    found = [f"actors: {num_actors}, with room for {max_actors}{why}"]
+    if cluster.num_to_come:
+        found.append(f"{cluster.num_to_come} of {cluster.num_nodes} nodes do not run yet: the "
+                     "autoscaler starts them as actors need them")  # fmt: skip
+    return [*found, *cluster.idle]
 
 
 def _check_options(
@@ -251,7 +247,7 @@ def _check_options(
     shadow = find_shadow(directories_of_workers())
     if shadow is not None:
         raise ConfigError(shadow)
-    check_options(model_source, options, inspect.signature(map_batches_kwargs).parameters)
+    check_options(model_source, options, POOL_OPTIONS)
     if ds is not None:
         check_rows(ds._logical_plan.dag, model_source, options)  # noqa: SLF001 - as in `find_workload`
     check_before_start()
@@ -280,6 +276,9 @@ class JobPlan:
         is_typical: Whether the rates are those of a typical core, as nobody measured the nodes.
         rates: What was measured on this machine, where the actors run; None if they run elsewhere.
         places: Sentences on how much of the cluster the actors use; none where somebody chose.
+        kinds: The engines on each kind of node, the fastest first, where nodes differ. `plan` is
+            then that of the first.
+        workload: All rows of the job; None where `plan` has a part like all others.
     """
 
     plan: Plan
@@ -289,11 +288,13 @@ class JobPlan:
     is_typical: bool
     rates: MeasuredNode | None = None
     places: tuple[str, ...] = ()
+    kinds: tuple[KindPlan, ...] = ()
+    workload: Workload | None = None
 
     @property
     def prediction(self) -> Prediction:
         """What the job takes; the same that `raymoe plan` says of such nodes and rows."""
-        return Prediction.of(self.plan, self.num_actors)
+        return predict(self.kinds) if self.kinds else Prediction.of(self.plan, self.num_actors)
 
     def seconds_with(self, num_actors: int) -> float:
         """Return what the job takes after loading when so many actors share its rows."""
@@ -304,17 +305,11 @@ class JobPlan:
         return self.prediction.cost(price_per_hour, self.num_nodes)
 
     def describe(self, price_per_hour: float | None = None, currency: str = CURRENCY) -> str:
-        plan, workload, found = self.plan, self.plan.workload, self.prediction
-        of_each = f", on each of {self.num_actors} actors" if self.num_actors > 1 else ""
-        lines = [
-            f"plan: {describe(workload)}{of_each}",
-            f"  on {plan.hardware.name}: up to {plan.policy.max_num_seqs:,} sequences and "
-            f"{plan.policy.max_num_batched_tokens:,} tokens in a step, schedule {plan.schedule}, "
-            f"{format_bytes(plan.host_bytes)} of host memory",
-            f"  predicted: {found.parts}; {found.speed}, {self._bound}{self._note()}",
-        ]
+        plan, found = self.plan, self.prediction
+        predicted = f"  predicted: {found.parts}; {found.speed}, {self._bound}{self._note()}"
+        lines = [*(self._of_unlike_nodes() if self.kinds else self._of_like_nodes()), predicted]
         if plan.note:
-            lines.insert(2, f"  {plan.note}")
+            lines.insert(-1, f"  {plan.note}")
         if price_per_hour is not None:
             lines.append(f"  cost: {found.cost_text(price_per_hour, currency, self.num_nodes)}")
         if self.max_actors is not None:
@@ -322,6 +317,21 @@ class JobPlan:
             lines.append(f"  with {self.max_actors} actors the job takes {format_seconds(seconds)}")
         lines += [f"  {sentence}" for sentence in self.places]
         return "\n".join(lines)
+
+    def _of_like_nodes(self) -> list[str]:
+        plan = self.plan
+        of_each = f", on each of {self.num_actors} actors" if self.num_actors > 1 else ""
+        return [
+            f"plan: {describe(plan.workload)}{of_each}",
+            f"  on {plan.hardware.name}: up to {plan.policy.max_num_seqs:,} sequences and "
+            f"{plan.policy.max_num_batched_tokens:,} tokens in a step, schedule {plan.schedule}, "
+            f"{format_bytes(plan.host_bytes)} of host memory",
+        ]
+
+    def _of_unlike_nodes(self) -> list[str]:
+        shared = "" if self.workload is None else f"{describe(self.workload)}, "
+        head = f"plan: {shared}shared by speed by {self.num_actors} actors on unlike nodes"
+        return [head, *(f"  {kind.describe(self.workload)}" for kind in self.kinds)]
 
     @property
     def _bound(self) -> str:
@@ -355,12 +365,18 @@ def plan_job(
 
 
 class PoolPlan(NamedTuple):
-    """How many actors run a job, the fewest and the most, and the plan of each if it is known."""
+    """How many actors run a job, the fewest and the most, and the plan of each if it is known.
+
+    Also the CPUs that each asks for, nodes on which none may start, and sentences on both.
+    """
 
     pool: tuple[int, int]
     config: EngineConfig
     actor: "ActorPlan | None"
     job: JobPlan | None
+    num_cpus: float
+    left_out: tuple[Node, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 def _plan_pool(
@@ -385,22 +401,139 @@ def _plan_pool(
         share = _for_rows(config, workload, pool[0])
         rates = _rates_of(share, cluster, config.num_threads, count)
         share, actor = _plan_share(model_source, share, cluster, count, rates=rates)
-        return PoolPlan(pool, share, actor, _job_of(actor, share, cluster, rates, num_actors=pool))
+        job = _job_of(actor, share, cluster, rates, num_actors=pool)
+        return PoolPlan(pool, share, actor, job, cluster.cpus_for(pool[1]))
 
     if num_actors != AUTO:
         return plan_with(num_actors)
+    if min_actors is None and _can_use_kinds(cluster, config):
+        return _plan_unlike(model_source, config, workload, cluster, batch_size=batch_size)
     places = count = _num_places(cluster)
     if workload is not None:  # of fewer rows than a call has, some actors would get none
         count = min(places, ceil_div(workload.num_rows, batch_size or MIN_ROWS_PER_CALL))
     if workload is not None and min_actors is None:
         count = _fewest_that_pay(count, plan_with)
     found = plan_with(max(count, min_actors or 1))
-    if found.job is None or (places == 1 and not cluster.idle):
-        return found
-    said = _places(found.pool[1], cluster)
-    if found.pool[1] < places:
-        said[0] += ": more would hardly end the job sooner"
-    return found._replace(job=dataclasses.replace(found.job, places=tuple(said)))
+    few = found.job is not None and found.pool[1] < places
+    said = [*_places(found.pool[1], places, cluster, few=few), *cluster.smaller]
+    return found if places == len(said) == 1 else _with_places(found, said)
+
+
+def _with_places(found: PoolPlan, said: Sequence[str]) -> PoolPlan:
+    job = found.job if found.job is None else dataclasses.replace(found.job, places=tuple(said))
+    return found._replace(job=job, places=tuple(said))
+
+
+def _can_use_kinds(cluster: Cluster, config: EngineConfig) -> bool:
+    """Whether each kind of node can have a plan of its own, instead of that of the smallest."""
+    has_others = bool(cluster.num_taken) or cluster.num_generators is not None
+    return bool(cluster.kinds) and not has_others and not isinstance(config.hardware, HardwareSpec)
+
+
+def _plan_unlike(
+    model_source: str | Path,
+    config: EngineConfig,
+    workload: Workload | None,
+    cluster: Cluster,
+    *,
+    batch_size: int | None,
+) -> PoolPlan:
+    """Plan for one pool on nodes of several kinds; see `raymoe.data.kinds`."""
+    kinds = tuple(dataclasses.replace(nodes, num_generators=1) for nodes in cluster.kinds)
+    places = sum(nodes.max_actors for nodes in kinds)
+    divides_node = any(nodes.num_gpus and nodes.max_actors > nodes.num_nodes for nodes in kinds)
+    config = dataclasses.replace(
+        choose_sharing(config, actors_per_node=1 + divides_node, num_gpus=cluster.num_gpus),
+        divides_node=divides_node,
+    )
+
+    @functools.cache
+    def plan_kind(number: int, num_rows: int | None) -> KindPlan | None:
+        nodes, of_part = kinds[number], config
+        if workload is not None and num_rows is not None and workload is not config.workload:
+            of_part = dataclasses.replace(config, workload=resized(workload, num_rows))
+        _, actor = _plan_share(model_source, of_part, nodes, nodes.max_actors, rates=None)
+        if actor is None:
+            return None
+        return KindPlan(nodes=nodes, num_actors=nodes.max_actors, plan=actor.plan,
+                        memory_bytes=actor.memory_bytes)  # fmt: skip
+
+    def plan_of(nodes: Cluster, num_rows: int | None) -> KindPlan | None:
+        return plan_kind(kinds.index(nodes), num_rows)
+
+    num_rows = None if workload is None else workload.num_rows
+    able = plan_kinds(kinds, num_rows, plan_of)
+    if not able:  # nobody knows the model, or the engine says why it does not fit
+        pairs = [(nodes, nodes.max_actors) for nodes in kinds]
+        found = PoolPlan((places, places), config, None, None, common_cpus(pairs))
+        return _with_places(found, _places(places, places, cluster))
+    chosen = able if workload is None else kinds_that_pay(able, num_rows, plan_of)
+    left_out = tuple(node for nodes in kinds if all(nodes is not one.nodes for one in chosen)
+                     for node in nodes.nodes)  # fmt: skip
+    if len(chosen) == 1:
+        found = _plan_pool(model_source, config, workload, chosen[0].nodes, num_actors=AUTO,
+                           batch_size=batch_size)  # fmt: skip
+    else:
+        found = _job_of_kinds(config, workload, chosen)
+    few = found.pool[1] < sum(kind.num_actors for kind in chosen)
+    said = [*_places(found.pool[1], places, cluster, few=few), *_left_out(kinds, able, chosen)]
+    return _with_places(found, said)._replace(left_out=left_out)
+
+
+def _left_out(
+    kinds: Sequence[Cluster], able: Sequence[KindPlan], chosen: Sequence[KindPlan]
+) -> list[str]:
+    """Say which nodes run no engine, and why."""
+    fitting, used = ({id(kind.nodes) for kind in some} for some in (able, chosen))
+    return [
+        f"left out: {show_nodes(nodes)}: "
+        + ("more would hardly end the job sooner" if id(nodes) in fitting
+           else "the model does not fit there")
+        for nodes in kinds if id(nodes) not in used
+    ]  # fmt: skip
+
+
+def _job_of_kinds(
+    config: EngineConfig, workload: Workload | None, kinds: Sequence[KindPlan]
+) -> PoolPlan:
+    """Return the plan of one pool on all nodes of these kinds."""
+    fastest = kinds[0]
+    num_actors = sum(kind.num_actors for kind in kinds)
+    if workload is not None and workload is not config.workload:
+        config = dataclasses.replace(config, workload=fastest.plan.workload)
+    job = JobPlan(
+        plan=fastest.plan,
+        num_actors=num_actors,
+        num_nodes=sum(kind.nodes.num_nodes for kind in kinds),
+        is_typical=any(kind.nodes.gpu is None for kind in kinds),
+        kinds=tuple(kinds),
+        workload=workload,
+    )
+    actor = ActorPlan(plan=fastest.plan, memory_bytes=min(kind.memory_bytes for kind in kinds))
+    cpus = common_cpus((kind.nodes, kind.num_actors) for kind in kinds)
+    return PoolPlan((num_actors, num_actors), config, actor, job, cpus)
+
+
+def _with_tasks(
+    job: JobPlan | None, options: Mapping[str, Any], rows_in_flight: int | None, batch_size: int
+) -> JobPlan | None:
+    """Limit the tasks of an actor on each kind of node to what its plan has room for.
+
+    Also to its part of a small job, so that the first one that has loaded leaves the others theirs.
+    """
+    if job is None or not job.kinds:
+        return job
+    num_samples = as_sampling_params(options.get("sampling_params")).n  # a workload counts them
+
+    def tasks_of(kind: KindPlan) -> int:
+        rows = rows_in_flight or ROWS_PER_SEQUENCE * kind.plan.policy.max_num_seqs
+        tasks = _num_tasks(min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size)))
+        if job.workload is None:
+            return tasks
+        return min(tasks, ceil_div(kind.plan.workload.num_rows, batch_size * num_samples))
+
+    kinds = (dataclasses.replace(kind, num_tasks=tasks_of(kind)) for kind in job.kinds)
+    return dataclasses.replace(job, kinds=tuple(kinds))
 
 
 def _num_places(cluster: Cluster) -> int:
@@ -420,7 +553,7 @@ def _fewest_that_pay(max_actors: int, plan_with: Callable[[int], PoolPlan]) -> i
     """
     if max_actors == 1:
         return 1
-    _, _, actor, job = plan_with(max_actors)
+    _, _, actor, job, *_ = plan_with(max_actors)
     if job is None or actor is None:
         return max_actors
     if job.plan.workload.num_rows > actor.max_num_seqs:
@@ -532,9 +665,11 @@ def _find_cluster(
     num_gpus: float | None,
     num_generators: int | None,
     ds: "Dataset | None",
+    *,
+    remote_args: RemoteArgs,
 ) -> Cluster:
     device = "cpu" if num_gpus == 0 else config.device
-    cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size)
+    cluster = Cluster.connected(device, num_gpus or config.tensor_parallel_size, remote_args)
     cluster.advise()
     cluster = dataclasses.replace(cluster, num_generators=num_generators)
     if ds is None or num_generators is not None:
@@ -605,8 +740,12 @@ def _calls_of_a_share(
     return max(1, math.floor(num_tasks / _upscaling_threshold()))
 
 
+def _num_tasks(calls: int) -> int:
+    return calls + max(2, math.ceil(calls * PREFETCHED_FRACTION))
+
+
 def _make_pool(fewest: int, num_actors: int, calls: int) -> ActorPoolStrategy:
-    num_tasks = calls + max(2, math.ceil(calls * PREFETCHED_FRACTION))
+    num_tasks = _num_tasks(calls)
     if fewest < num_actors:  # with fewer, Ray never starts another actor
         num_tasks = max(calls + 1, math.ceil(calls * _upscaling_threshold()))
     return ActorPoolStrategy(
@@ -627,17 +766,9 @@ def _plan_share(
     rates: MeasuredNode | None,
 ) -> "tuple[EngineConfig, ActorPlan | None]":
     """Return the configuration of an actor on its share of a node, and its plan if it fits."""
-    node = cluster.share(num_actors)
-    if node is not None and rates is not None:
-        memory_bytes = node.host_memory_bytes
-        node = dataclasses.replace(rates.hardware, host_memory_bytes=memory_bytes)
+    config, node = _on_share(model_source, config, cluster, num_actors, rates=rates)
     neighbours = cluster.actors_per_node(num_actors)
-    config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
     saved = saved_bytes(model_source, config, neighbours)
-    if node is not None and neighbours * (cluster.num_generators or 1) > 1:
-        # Shared weights count in the plan of each actor, but exist once.
-        node = dataclasses.replace(node, host_memory_bytes=node.host_memory_bytes + saved)
-        config = _share_node(config, node)
     try:
         plan = plan_actor(model_source, config, node)
     except InfeasiblePlanError:
@@ -646,6 +777,29 @@ def _plan_share(
         own_bytes = max(plan.memory_bytes - saved, plan.memory_bytes // neighbours)
         plan = dataclasses.replace(plan, memory_bytes=own_bytes)
     return config, plan
+
+
+def _on_share(
+    model_source: str | Path,
+    config: EngineConfig,
+    cluster: Cluster,
+    num_actors: int,
+    *,
+    rates: MeasuredNode | None = None,
+) -> tuple[EngineConfig, HardwareSpec | None]:
+    """Return the configuration of an actor on its share of a node, and the share if it is known."""
+    node = cluster.share(num_actors)
+    if node is not None and rates is not None:
+        memory_bytes = node.host_memory_bytes
+        node = dataclasses.replace(rates.hardware, host_memory_bytes=memory_bytes)
+    neighbours = cluster.actors_per_node(num_actors)
+    config = choose_sharing(config, actors_per_node=neighbours, num_gpus=cluster.num_gpus)
+    if node is not None and neighbours * (cluster.num_generators or 1) > 1:
+        # Shared weights count in the plan of each actor, but exist once.
+        saved = saved_bytes(model_source, config, neighbours)
+        node = dataclasses.replace(node, host_memory_bytes=node.host_memory_bytes + saved)
+        config = share_node(config, node)
+    return config, node
 
 
 def _check_counts(num_actors: object, **counts: int | None) -> None:
@@ -688,7 +842,7 @@ def plan_actor(
     given = config.hardware if isinstance(config.hardware, HardwareSpec) else node
     if given is None or not (Path(model_source) / "config.json").is_file():
         return None
-    spec = _read_model(model_source, config).with_state_dtype(config.state_dtype)
+    spec = read_model(model_source, config).with_state_dtype(config.state_dtype)
     if config.compute_dtype == "int8" and spec.quantization is None:
         spec = spec.with_int8()
     dtype = dtype_of(spec, config)
@@ -711,14 +865,6 @@ def plan_actor(
         may_leave_gpu_idle=config.may_leave_gpu_idle,
     )
     return ActorPlan(plan=plan, memory_bytes=plan.host_bytes)
-
-
-def _share_node(config: EngineConfig, node: HardwareSpec) -> EngineConfig:
-    return dataclasses.replace(
-        config,
-        num_threads=config.num_threads or node.num_cores,
-        host_memory_bytes=config.host_memory_bytes or node.host_memory_bytes,
-    )
 
 
 def _choose_num_gpus(

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from raymoe.plan.plan import Plan
 from raymoe.units import format_money, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 START_S = 10.0  # processes, imports, tokenizer
 # A local disk or a good network disk; pages that memory still holds come sooner.
@@ -50,6 +54,17 @@ class Prediction:
             writing_s=WRITE_S + last_rows * tokens / WRITE_BYTES_PER_S,
             tokens_per_s=num_engines * plan.rate,
             generates=workload.generates,
+        )
+
+    @classmethod
+    def together(cls, parts: "Sequence[Prediction]") -> "Prediction":
+        """The prediction of a job whose rows engines of several kinds share, from that of each."""
+        return cls(
+            loading_s=max(part.loading_s for part in parts),
+            running_s=max(part.running_s for part in parts),
+            writing_s=max(part.writing_s for part in parts),
+            tokens_per_s=sum(part.tokens_per_s for part in parts),
+            generates=parts[0].generates,
         )
 
     @property

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymoe.config import EngineConfig
+from raymoe.data import nodes as nodes_module
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.nodes import GROUP_LABEL, NODE_LABEL, NodeGroup
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_job
 from raymoe.errors import ConfigError
 from raymoe.specs.hardware import hardware_preset
@@ -29,14 +32,30 @@ L4 = {
 CPUS = {"CPU": 16.0, "memory": 100 * GB, "object_store_memory": 8 * GB}
 
 
+class Nodes(list):
+    """Resources of nodes that run, labels of some by their number, and groups of an autoscaler."""
+
+    def __init__(self):
+        self.labels = {}
+        self.groups = []
+
+    def entries(self):
+        return [
+            {
+                "Alive": True, "Resources": each, "NodeID": f"{number:056x}",
+                "Labels": {NODE_LABEL: f"{number:056x}"} | self.labels.get(number, {}),
+            }
+            for number, each in enumerate(self)
+        ]  # fmt: skip
+
+
 @pytest.fixture
 def nodes(monkeypatch):
     """The nodes that Ray names; a test fills it."""
-    found: list[dict] = []
+    found = Nodes()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in found]
-    )
+    monkeypatch.setattr(ray, "nodes", found.entries)
+    monkeypatch.setattr(nodes_module, "find_groups", lambda _: (found.groups, None))
     return found
 
 
@@ -161,7 +180,8 @@ def test_a_large_object_store_is_pointed_out(nodes, caplog):
         pytest.param([HEAD, CPUS, CPUS], 1, None, 2, [], id="no-GPUs"),
         pytest.param([CPUS, CPUS], 1, 2, 2, [], id="two-generators-no-GPUs"),
         pytest.param([CPUS, L4], 1, None, 1, ["1 of 2 nodes run none"], id="one-without-a-GPU"),
-        pytest.param([L4, L4 | {"GPU": 8.0}], 1, None, 2, ["7 of 9 GPUs are not"], id="unlike"),
+        pytest.param([L4, L4 | {"GPU": 8.0}], 1, None, 9, [], id="unlike"),
+        pytest.param([L4, L4 | {"GPU": 8.0}], 1, 1, 2, ["7 of 9 GPUs are not"], id="unlike-beside"),
         pytest.param([], 1, None, 1, [], id="no-node-yet"),
     ],
 )
@@ -195,6 +215,140 @@ def test_a_few_rows_have_no_more_actors_than_end_the_job_sooner(nodes, mixtral):
     assert last == "  actors: 3, with room for 16: more would hardly end the job sooner"
     assert many.describe().endswith("  actors: 16, with room for 16")
     assert chosen.places == ()  # the user's own choice
+
+
+SPOT, STABLE = {"market": "spot"}, {"market": "on-demand"}
+THIRD = NodeAffinitySchedulingStrategy(f"{2:056x}", soft=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({}, 4, id="all"),
+        pytest.param({"label_selector": SPOT}, 2, id="label"),
+        pytest.param({"label_selector": {"market": "!spot"}}, 2, id="not"),
+        pytest.param({"label_selector": {"market": "in(spot,on-demand)"}}, 3, id="in"),
+        pytest.param({"label_selector": {"market": "gone"},
+                      "fallback_strategy": [{"label_selector": STABLE}]}, 1, id="fallback"),
+        pytest.param({"accelerator_type": "L4"}, 4, id="accelerator"),
+        pytest.param({"resources": {"disk": 1}}, 1, id="resources"),
+        pytest.param({"resources": {"disk": 3}}, 1, id="none-yet"),
+        pytest.param({"ray_remote_args": {"label_selector": SPOT, "max_restarts": 2}}, 2, id="all"),
+        pytest.param({"scheduling_strategy": THIRD}, 1, id="affinity"),
+        pytest.param({"runtime_env": {"env_vars": {"A": "b"}}}, 4, id="environment"),
+    ],
+)  # fmt: skip
+def test_only_nodes_where_actors_may_run_count(nodes, options, expected, caplog):
+    nodes += [L4, L4, L4 | {"disk": 2.0}, L4]
+    nodes.labels = {0: SPOT, 1: SPOT, 2: STABLE}
+    kwargs = map_batches_kwargs("m", **options)
+    assert kwargs["compute"].max_size == expected
+    given = {**options, **options.get("ray_remote_args", {})}
+    given.pop("ray_remote_args", None)
+    assert given.items() <= kwargs.items()
+    assert ("no node of the cluster meets resources" in caplog.text) == ("3}" in str(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"label_selector": {"market": "in(spot,"}}, "label_selector=.*Invalid label selector"),
+        ({"label_selector": {"market": None}}, "must be string"),
+        ({"fallback_strategy": [{"resources": {}}]}, "fallback_strategy=.*Unsupported option"),
+        ({"accelerator_type": 4}, "accelerator_type=4.*must be"),
+        ({"resources": {"CPU": 2}}, "Use the 'num_cpus'"),
+        ({"scheduling_strategy": "PACK"}, "'PACK'; it takes DEFAULT or SPREAD"),
+        ({"runtime_env": {"pip": ["a"], "conda": "b"}}, "runtime_env="),
+        ({"ray_remote_args": {"max_restart": 3}}, "Invalid option keyword max_restart"),
+        ({"ray_remote_args": {"num_cpus": 3}}, "num_cpus; give it to map_batches_kwargs"),
+        ({"ray_remote_args": {"resources": {}}, "resources": {"a": 1}}, "give it once"),
+        ({"ray_remote_args": 3}, "it has options of ray.remote by name"),
+    ],
+)
+def test_what_ray_does_not_take_is_refused_at_once(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        map_batches_kwargs("m", **options)
+
+
+def test_a_cluster_without_workers_is_planned_for_those_that_its_autoscaler_starts(nodes, mixtral):
+    """Of three, one runs."""
+    nodes += [HEAD, L4]
+    nodes.labels[1] = {GROUP_LABEL: "l4"}
+    resources = {name: L4[name] for name in ("CPU", "GPU", "memory", "accelerator_type:L4")}
+    nodes.groups = [NodeGroup(name="l4", resources=resources, max_count=3)]
+    running = map_batches_kwargs(mixtral, engine_config={"schedule": "in_place"})
+    del nodes[1]
+    workload = Workload(num_rows=50_000, prompt_tokens=100, generated_tokens=50)
+    kwargs = map_batches_kwargs(
+        mixtral, engine_config={"schedule": "in_place"}, workload=workload, label_selector={}
+    )
+    for found in (running, kwargs):
+        assert (found["num_gpus"], found["num_cpus"], found["compute"].max_size) == (1, 63, 3)
+        assert 94 * GB < found["memory"] < 0.85 * 230 * GB
+    assert kwargs.plan.places[1].startswith("3 of 3 nodes do not run yet: the autoscaler starts")
+
+
+SMALL = {"CPU": 16.0, "memory": 160 * GB}
+LARGE = {"CPU": 64.0, "memory": 400 * GB}
+IN_PLACE = {"schedule": "in_place", "device": "cpu"}
+
+
+def unlike(mixtral, num_rows, **options):
+    workload = Workload(num_rows=num_rows, prompt_tokens=100, generated_tokens=50)
+    return map_batches_kwargs(mixtral, engine_config=IN_PLACE, workload=workload, **options)
+
+
+def test_unlike_nodes_have_a_plan_each_and_rows_by_its_speed(nodes, mixtral):
+    nodes += [{"CPU": 8.0, "memory": 20 * GB}, SMALL, SMALL, LARGE]
+    kwargs = unlike(mixtral, 100_000)
+    large, small = kwargs.plan.kinds
+    assert (large.num_actors, small.num_actors, kwargs["compute"].max_size) == (1, 2, 3)
+    assert large.speed > 2 * small.speed
+    rows = [kind.plan.workload.num_rows for kind in (large, small)]
+    assert rows[0] + 2 * rows[1] == pytest.approx(100_000, abs=3)
+    assert rows[0] / rows[1] == pytest.approx(large.speed / small.speed, rel=0.15)
+    assert large.plan.host_bytes > small.plan.host_bytes == kwargs["memory"]
+    assert kwargs["num_cpus"] == 15
+    assert large.num_tasks > small.num_tasks > kwargs["fn_constructor_kwargs"].plan.num_actors
+    assert "label_selector" not in kwargs  # the head is too small for the request
+    text = kwargs.plan.describe()
+    assert "100,000 rows" in text
+    assert "2 nodes with 16 CPU + 149.01 GiB of memory: 2 actors, " in text
+    assert text.endswith("1 node with 8 CPU + 18.63 GiB of memory: the model does not fit there")
+    alone = unlike(mixtral, 100_000, label_selector={NODE_LABEL: f"{3:056x}"}).plan
+    assert kwargs.plan.prediction.seconds < 0.8 * alone.prediction.seconds
+
+
+def test_a_few_rows_go_to_the_fastest_nodes(nodes, mixtral):
+    nodes += [SMALL, LARGE, LARGE]
+    kwargs = unlike(mixtral, 40)
+    assert kwargs["compute"].max_size <= 2
+    assert kwargs["num_cpus"] == 63
+    text = kwargs.plan.describe()
+    assert "left out: 1 node with 16 CPU + 149.01 GiB of memory: more would hardly end" in text
+    assert "with room for 3" in text
+
+
+def test_nodes_that_are_left_out_but_would_do_for_ray_are_excluded(nodes, mixtral):
+    """By their names, so that new nodes count."""
+    nodes += [{"CPU": 96.0, "memory": 105 * GB}, LARGE, SMALL]
+    kwargs = unlike(mixtral, 100_000, label_selector=SPOT | {"zone": "!b"}, memory=1000)
+    assert kwargs["compute"].max_size == 1  # no node meets the labels
+    kwargs = unlike(mixtral, 100_000, memory=1000)
+    assert kwargs["label_selector"] == {NODE_LABEL: f"!in({0:056x})"}
+
+
+def test_gpus_of_unlike_nodes_divide_each_its_own(nodes, mixtral):
+    nodes += [L4, L4 | {"GPU": 4.0, "CPU": 96.0, "memory": 500 * GB}]
+    workload = Workload(num_rows=50_000, prompt_tokens=100, generated_tokens=50)
+    config = {"schedule": "in_place"}  # planned faster
+    kwargs = map_batches_kwargs(mixtral, workload=workload, engine_config=config)
+    assert (kwargs["compute"].max_size, kwargs["num_gpus"]) == (5, 1)
+    assert kwargs["num_cpus"] == 23  # of 95, for each of four
+    config = kwargs["fn_constructor_kwargs"]["engine_config"]
+    assert config.divides_node
+    assert (config.num_threads, config.host_memory_bytes) == (None, None)
+    assert {kind.num_actors for kind in kwargs.plan.kinds} == {1, 4}
 
 
 def dataset_behind(compute, **fields):

@@ -10,8 +10,9 @@ import ray
 from raymoe.data import callbacks, cluster
 from raymoe.data.cluster import CheckFit, PoolWatch, Stage, check_before_start, find_problem
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.nodes import Node
 from raymoe.data.sizing import map_batches_kwargs
-from raymoe.errors import InfeasiblePlanError
+from raymoe.errors import ExecutionError, InfeasiblePlanError
 from raymoe.units import GIB
 
 NODE = {"CPU": 16.0, "memory": 32.0 * GIB}
@@ -37,7 +38,7 @@ def generator(cpus=0.0, *, actors=1, gpus=0.0, gib=0.0, name="Write"):
     ],
 )
 def test_pipelines_that_find_room(stages, nodes):
-    assert find_problem(stages, nodes) == ""
+    assert find_problem(stages, [Node(resources=each) for each in nodes]) == ""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_pipelines_that_find_room(stages, nodes):
     ],
 )
 def test_what_finds_no_room_is_named_with_figures(stages, nodes, reasons):
-    problem = find_problem(stages, nodes)
+    problem = find_problem(stages, [Node(resources=each) for each in nodes])
     for reason in reasons:
         assert reason in problem
 
@@ -98,7 +99,7 @@ def test_a_pipeline_on_one_machine_is_refused_and_elsewhere_warned_of(monkeypatc
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         start(monkeypatch, Own, num_nodes=2)
-        start(monkeypatch, Own, autoscaler=object())
+        start(monkeypatch, Own, autoscaler=SimpleNamespace(node_group_configs=[]))
     assert len(caplog.records) == 2
     assert "unless more nodes come" in caplog.text
 
@@ -117,6 +118,8 @@ def test_the_check_stands_next_to_callbacks_of_others(monkeypatch):
 
 class Pool:
     """Actors by their state: "placed" ones load, "waiting" ones have no node."""
+
+    num_restarts = 0
 
     def __init__(self, *states):
         self.states = states
@@ -138,10 +141,15 @@ class Pool:
 
     max_size = min_size
 
-    def table(self, **_):
+    def table(self, actor_state_name):
+        wanted = actor_state_name == "RESTARTING"
         return {
-            str(index): {"Address": {"IPAddress": "10.0.0.1" if state == "placed" else ""}}
+            str(index): {
+                "Address": {"IPAddress": "10.0.0.1" if state == "placed" else ""},
+                "NumRestarts": self.num_restarts,
+            }
             for index, state in enumerate(self.states)
+            if wanted == (state == "restarting")
         }
 
 
@@ -209,6 +217,18 @@ def test_the_prediction_follows_the_actors_that_run(watch, caplog):
 
 def test_a_pool_that_runs_as_planned_says_nothing(watch, caplog):
     assert not said(caplog, watch(Pool("running", "running")), range(100))
+
+
+def test_an_actor_that_dies_whenever_it_loads_ends_the_job(watch):
+    pool = Pool("running", "restarting")
+    check, pool.num_restarts = CheckFit(), 4
+    check._pools = [watch(pool)]
+    check.on_execution_step(None)  # the others generate all rows
+    for states, num_restarts in ((("placed", "restarting"), 3), (("restarting",), 4)):
+        check.on_execution_step(None)
+        pool.states, pool.num_restarts, check._next_look_s = states, num_restarts, 0.0
+    with pytest.raises(ExecutionError, match="has ended 4 times while it loaded"):
+        check.on_execution_step(None)
 
 
 def test_what_cannot_be_told_does_not_end_the_job(monkeypatch, caplog):

@@ -12,7 +12,7 @@ def processor(*, should_continue_on_error: bool) -> Processor:
     return Processor(
         model_source="m", operator_kwargs={}, output_names=frozenset(), is_chat=False,
         preprocess=dict, postprocess=lambda row: {"number": int(row.pop("generated_text"))},
-        preprocess_map_kwargs={}, postprocess_map_kwargs={}, remote_kwargs={},
+        preprocess_map_kwargs={}, postprocess_map_kwargs={},
         should_continue_on_error=should_continue_on_error,
     )  # fmt: skip
 
