@@ -376,10 +376,11 @@ SortByPrefix = Annotated[
 Journal = Annotated[
     str | None,
     typer.Option(
-        help="Keep finished rows in this directory, for --resume and for actors that are killed; "
-        "the nodes of a cluster must share it. By default it is beside a local output.",
+        help="Keep finished rows in this directory, which the nodes of a cluster must share, or in "
+        "a bucket (s3://jobs/journal), for --resume and for actors that are killed. By default it "
+        "is beside a local output.",
         show_default=False,
-        metavar="DIR",
+        metavar="PATH",
         rich_help_panel=FILES,
     ),
 ]
@@ -919,8 +920,9 @@ def _prepare(job: Job, resume_state: ResumeState, *, resume: bool, overwrite: bo
     job.writer.prepare(resume=resume, overwrite=overwrite)
     resume_state.prepare(manifest, resume=resume, has_journal=job.journal_dir is not None)
     if resume_state.journal is None:
-        typer.echo("no journal: rows of an actor that is killed are generated again; --journal DIR "
-                   "keeps them in a directory that all nodes share", err=True)  # fmt: skip
+        typer.echo("no journal: rows of an actor that is killed are generated again; --journal "
+                   "keeps them in a directory that all nodes share, or in a bucket", err=True
+                   )  # fmt: skip
     num_bytes = resume_state.journal_bytes
     if num_bytes:
         size = format_bytes(num_bytes)

@@ -30,6 +30,7 @@ from raymoe.cli.stopping import Stopped, listen, stops_in_order
 from raymoe.cli.writers import RunStats, Writer, write_part
 from raymoe.config import AUTO, EngineConfig, NumActors
 from raymoe.data.address import check_address
+from raymoe.data.bucket import Bucket
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.journal import num_recorded_rows
@@ -206,7 +207,7 @@ class Job:
     id_column: str | None = None
     lease: Lease | None = None
     written: Written | WrittenRows | None = None
-    journal_dir: Path | None = None
+    journal_dir: Path | Bucket | None = None
     status_dir: Path | None = None
     former: FormerRuns = NO_RUNS
     price_per_hour: float | None = None
@@ -276,7 +277,7 @@ def describe_kept(job: Job, run_stats: RunStats) -> str:
     num_before = 0 if job.written is None else job.written.num_rows
     num_written = num_before + run_stats.num_rows
     num_more = 0
-    if job.journal_dir is not None:
+    if isinstance(job.journal_dir, Path):  # to count those in a bucket, all must be read
         # Written rows are in it too, except those that cannot be generated.
         num_more = max(0, num_recorded_rows(job.journal_dir) - num_written)
     about = "at least " if num_more else ""

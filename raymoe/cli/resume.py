@@ -19,7 +19,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -36,11 +35,12 @@ from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
+from raymoe.data.bucket import Bucket
 from raymoe.data.error_groups import ErrorGroups
-from raymoe.data.journal import forget_errors, journal_files, make_journal_directory
-from raymoe.data.manifest import FILE_NAME, Manifest
+from raymoe.data.holder import Holder
+from raymoe.data.journal_place import JournalPlace, place_of
+from raymoe.data.manifest import Manifest
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN
-from raymoe.data.quarantine import in_flight_files
 from raymoe.data.rows import own_error
 from raymoe.data.status import (
     NO_RUNS,
@@ -68,16 +68,6 @@ HEARTBEAT_S, STALE_S, READ_BACK_S = 10.0, 60.0, 1.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    run: str
-    host: str
-    pid: int
-    process_start: str
-    began: str
-    beat: int = 0
-
-
 class Lease:
     """The right to write an output; a context manager.
 
@@ -93,13 +83,7 @@ class Lease:
         self._is_lost = False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="raymoe-lease", daemon=True)
-        self._mine = Holder(
-            run=self.run,
-            host=_host(),
-            pid=os.getpid(),
-            process_start=_process_start(os.getpid()),
-            began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        )
+        self._mine = Holder.here(self.run)
 
     def __enter__(self) -> Self:
         """Take the lease.
@@ -179,7 +163,7 @@ class Lease:
             ConfigError: One is.
         """
         first = self._read()
-        if first is None or _has_ended(first):
+        if first is None or first.has_ended:
             return
         logger.warning("waiting up to %g s: is the run of %s alive?", STALE_S, self._file)
         deadline_s = time.monotonic() + STALE_S
@@ -223,33 +207,12 @@ class Lease:
                 file.write(data)
 
     def _refusal(self, holder: Holder | None) -> ConfigError:
-        who = "another run"
-        if holder is not None:
-            who = (
-                f"run {holder.run} of process {holder.pid} on {holder.host}, since {holder.began},"
-            )
+        who = "another run" if holder is None else str(holder)
         return ConfigError(
             f"--output {self._output}: {who} writes it; wait for its end or end it, then --resume "
             f"(what is left of a run that was killed is free after {STALE_S:g} s), or choose "
             "another --output"
         )
-
-
-def _has_ended(holder: Holder) -> bool:
-    return holder.host == _host() and _process_start(holder.pid) != holder.process_start
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
-
-
-def _process_start(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.rsplit(")", 1)[1].split()[19]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,11 +221,11 @@ class ResumeState:
 
     Attributes:
         output: Directory or file of the rows.
-        journal: Directory of the rows that have finished; None where there can be none.
+        journal: Where the rows are that have finished; None where nobody said.
     """
 
     output: Location
-    journal: Path | None
+    journal: Path | Bucket | None
 
     @classmethod
     def of(cls, output: Location, journal_dir: str | None = None) -> "ResumeState":
@@ -273,17 +236,17 @@ class ResumeState:
             journal_dir: Where its journal is; None is beside a local output, else nowhere.
 
         Raises:
-            ConfigError: The journal would be among the rows, or on an object store.
+            ConfigError: The journal would be among the rows, or where none can be.
         """
         if journal_dir is None:
             beside = output.sibling(f"{output.name}.journal")
             return cls(output=output, journal=beside.local_path if output.is_local else None)
+        if "://" in journal_dir and not journal_dir.startswith("file://"):
+            bucket = Bucket.parse(journal_dir, "--journal")
+            if f"{bucket}/".startswith(f"{output}/"):
+                raise ConfigError(f"--journal {bucket} is in the output; choose another place")
+            return cls(output=output, journal=bucket)
         journal = Location.parse(journal_dir)
-        if not journal.is_local:
-            raise ConfigError(
-                f"--journal {journal}: a journal grows row by row, which files of object stores "
-                "cannot; give a directory of a file system that all nodes share"
-            )
         if output.is_local and journal.local_path.is_relative_to(output.local_path):
             raise ConfigError(f"--journal {journal} is in the output; choose another directory")
         return cls(output=output, journal=journal.local_path)
@@ -300,7 +263,7 @@ class ResumeState:
         """
         if self.output.is_local:
             return status_beside(self.output.local_path)
-        return None if self.journal is None else status_beside(self.journal)
+        return status_beside(self.journal) if isinstance(self.journal, Path) else None
 
     def former_runs(self) -> FormerRuns:
         """Return what the runs so far took; see `raymoe.status_view.former_runs`."""
@@ -312,7 +275,11 @@ class ResumeState:
 
     @property
     def journal_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._row_files())
+        return 0 if self._place is None else self._place.row_bytes()
+
+    @property
+    def _place(self) -> JournalPlace | None:
+        return None if self.journal is None else place_of(self.journal)
 
     def check(self, manifest: Manifest | None, *, resume: bool, overwrite: bool) -> None:
         """Refuse to lose what a former run did, or to mix it with something else.
@@ -329,9 +296,9 @@ class ResumeState:
         if resume and manifest is not None:
             if self.manifest.exists():
                 manifests.compare(self._read_manifest(), manifest, where=self.manifest)
-            if self.journal is not None and (self.journal / FILE_NAME).exists():
-                manifests.check(self.journal / FILE_NAME, manifest)
-        if not (resume or overwrite) and self._row_files():
+            if self._place is not None and self._place.read_manifest() is not None:
+                self._place.check(manifest)
+        if not (resume or overwrite) and self.journal_bytes:
             raise ConfigError(
                 f"{self.journal} holds {format_bytes(self.journal_bytes)} of rows of a run that "
                 "was not finished; add --resume to go on with it or --overwrite to start anew"
@@ -357,26 +324,24 @@ class ResumeState:
         elif manifest is not None:
             self._write_manifest(manifest)
         self.output.check_writable()
-        if has_journal and self.journal is not None:
-            make_journal_directory(self.journal)
+        if has_journal and self._place is not None:
+            self._place.prepare()
             if manifest is not None:
-                manifests.claim(self.journal / FILE_NAME, manifest)
+                self._place.claim(manifest)
 
     def forget_errors(self) -> None:
         """Have rows generated again whose recorded answer is an error, and those that ended actors.
 
         What is in the output is not looked at; see `find_written`.
         """
-        if self.journal is not None and self.journal.is_dir():
-            forget_errors(self.journal)
-            for path in in_flight_files(self.journal):
-                path.unlink()
+        if self._place is not None:
+            self._place.forget_errors()
 
     def finish(self) -> None:
         """Keep the manifest and remove the journal: all its rows are in the output."""
-        in_journal = None if self.journal is None else self.journal / FILE_NAME
-        if in_journal is not None and in_journal.exists() and not self.manifest.exists():
-            self._write_manifest(manifests.read(in_journal))
+        in_journal = None if self._place is None else self._place.read_manifest()
+        if in_journal is not None and not self.manifest.exists():
+            self._write_manifest(in_journal)
         self._remove_journal()
 
     def _read_manifest(self) -> Manifest:
@@ -390,15 +355,8 @@ class ResumeState:
             file.write(manifests.as_bytes(manifest))
 
     def _check_ours(self) -> None:
-        journal = self.journal
-        if journal is not None:
-            if journal.is_symlink() or (journal.exists() and not journal.is_dir()):
-                raise ConfigError(f"{journal} is not a directory; move it away")
-            others = sorted(set(journal.glob("*")) - set(self._journal_files()))
-            if others:
-                raise ConfigError(
-                    f"{journal} holds {others[0].name}, which raymoe did not write; move it away"
-                )
+        if self._place is not None:
+            self._place.check_only_ours()
         if self.status is not None:
             check_status(self.status)
         if self.report is not None and self.report.exists() and not is_report(self.report):
@@ -408,22 +366,9 @@ class ResumeState:
             if not is_file or not manifests.is_manifest(self.manifest.read_bytes()):
                 raise ConfigError(f"{self.manifest} is no manifest of raymoe; move it away")
 
-    def _row_files(self) -> list[Path]:
-        return [] if self.journal is None else list(journal_files(self.journal))
-
-    def _journal_files(self) -> list[Path]:
-        if self.journal is None:
-            return []
-        unfinished = self.journal.glob(f".{FILE_NAME}.*.tmp")
-        known = [*self._row_files(), *in_flight_files(self.journal)]
-        known += [self.journal / FILE_NAME, *unfinished]
-        return [path for path in known if path.exists()]
-
     def _remove_journal(self) -> None:
-        for path in self._journal_files():
-            path.unlink()
-        if self.journal and self.journal.is_dir() and not any(self.journal.iterdir()):
-            self.journal.rmdir()
+        if self._place is not None:
+            self._place.remove()
 
 
 LINE_ERROR = "ValueError: "

@@ -64,6 +64,7 @@ P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 register_callback("raymoe.data.before_start.PrepareGenerators")
+register_callback("raymoe.data.journal_use.UseJournals")
 
 
 def check_options(
@@ -237,13 +238,15 @@ class MoEGenerator:
         on_too_long: "error", "truncate_left" or "truncate_right".
         journal_dir: Directory in which each finished row is recorded and looked up before it is
             generated, so that a killed actor or job does not generate finished rows again. All
-            actors of a job use the same directory, on a file system that their nodes share. It
+            actors of a job use the same directory, on a file system that their nodes share, or a
+            place in a bucket, such as ``s3://bucket/job``, which one driver at a time may use. It
             belongs to one model and one set of options; this class refuses to start with others.
             Remove it when the job is done. It also identifies a row that ends every process it runs
             in and makes it an error row (`raymoe.data.quarantine`); without it such a row is
             retried forever.
-        journal_sync_s: Interval at which the journal is forced to disk. Records survive the end of
-            a process at once, and that of the machine after this time.
+        journal_sync_s: Interval at which the journal is forced to disk, or put into its bucket.
+            On disk, records survive the end of a process at once, and that of the machine after
+            this time; in a bucket both after this time.
         status_dir: Directory in which this actor writes its status every few seconds, for ``raymoe
             status`` and ``raymoe report``; all actors of a job use the same directory. With a
             journal_dir, the directory of the same name with the ending ``.status`` is the default.
@@ -517,7 +520,7 @@ class MoEGenerator:
         logger.critical("the engine is broken: %s", error, exc_info=error)
         if self._job is not None:
             with contextlib.suppress(ExecutionError):  # the journal broke too, and has logged why
-                self._job.flush(LAST_FLUSH_S)
+                self._job.save(LAST_FLUSH_S)
         if self._observer is not None:
             self._observer.fail(f"the engine is broken: {error}")
         is_useful = self._has_generated_a_batch or self._job is not None
@@ -556,6 +559,8 @@ def add_token_bytes(
 
 
 def _status_beside(journal_dir: str | Path) -> Path | None:
+    if "://" in str(journal_dir):
+        return None
     try:
         return make_status_directory(status_beside(expanded(journal_dir)))
     except ConfigError as error:

@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from raymoe.data.journal import ROW_KEY_BYTES, RowJournal, make_journal_directory
-from raymoe.data.manifest import FILE_NAME, Manifest, check, claim, plain_params
+from raymoe.data.journal import ROW_KEY_BYTES, Journal
+from raymoe.data.journal_place import place_of
+from raymoe.data.manifest import Manifest, plain_params
 from raymoe.data.quarantine import Admission
 from raymoe.data.rows import RowRequest
 from raymoe.engine.outputs import Generation
@@ -43,20 +44,16 @@ class FinishedRows:
     and k equal rows find the k answers of an earlier run, in whatever order they come.
     """
 
-    def __init__(self, journal: RowJournal, manifest: Manifest) -> None:
+    def __init__(self, journal: Journal, manifest: Manifest) -> None:
         self._journal, self._digest = journal, manifest.digest
 
     @classmethod
     def open(
         cls, directory: str | Path, manifest: Manifest, *, sync_every_s: float
     ) -> "FinishedRows":
-        path = make_journal_directory(directory)
-        claim(path / FILE_NAME, manifest)
-        return cls(RowJournal(path, sync_every_s=sync_every_s), manifest)
-
-    @property
-    def directory(self) -> Path:
-        return self._journal.directory
+        place = place_of(directory)
+        place.claim(manifest)
+        return cls(place.open(sync_every_s=sync_every_s), manifest)
 
     def keys(self, requests: Sequence[RowRequest]) -> list[bytes]:
         return [occurrence_key(self.row(request), request.occurrence) for request in requests]
@@ -82,8 +79,11 @@ class FinishedRows:
         future.add_done_callback(record)
         return recorded
 
-    def flush(self, timeout_s: float | None = None) -> None:
-        self._journal.flush(timeout_s)
+    def flush(self) -> None:
+        self._journal.flush()
+
+    def save(self, timeout_s: float) -> None:
+        self._journal.save(timeout_s)
 
     def close(self) -> None:
         self._journal.close()
@@ -144,9 +144,7 @@ Submit = Callable[[Sequence[RowRequest]], list[Future[Generation]]]
 
 def check_job(directory: str | Path, manifest: Manifest) -> None:
     """Refuse, before opening it, a directory that is unusable or belongs to another job."""
-    path = make_journal_directory(directory) / FILE_NAME
-    if path.exists():
-        check(path, manifest)
+    place_of(directory).check(manifest)
 
 
 class Found(NamedTuple):
@@ -171,7 +169,7 @@ class JobRows:
     @classmethod
     def open(cls, directory: str | Path, manifest: Manifest, *, sync_every_s: float) -> "JobRows":
         finished = FinishedRows.open(directory, manifest, sync_every_s=sync_every_s)
-        return cls(finished, Admission(finished.directory))
+        return cls(finished, Admission(place_of(directory).crash_directory))
 
     def find(self, requests: Sequence[RowRequest]) -> list[Found]:
         """Look up each row.
@@ -212,8 +210,14 @@ class JobRows:
                 futures[i] = self._finished.watch(found[i].key, future, leave)
         return [futures[i] for i in range(len(requests))]
 
-    def flush(self, timeout_s: float | None = None) -> None:
-        self._finished.flush(timeout_s)
+    def flush(self) -> None:
+        """Record what has finished, as a process that is killed must have left it."""
+        self._finished.flush()
+        self._admission.flush()
+
+    def save(self, timeout_s: float) -> None:
+        """Record what has finished, as this process ends itself."""
+        self._finished.save(timeout_s)
         self._admission.flush()
 
     def close(self) -> None:

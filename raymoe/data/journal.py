@@ -13,11 +13,12 @@ import threading
 import time
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,33 +274,28 @@ logger = logging.getLogger(__name__)
 
 Row = tuple[bytes, Generation]
 Place = tuple[bytes, int]  # key, offset of its record
+OnWritten = Callable[[PurePath, Sequence[Place]], None]
 
 
-class JournalWriter:
-    """Appends rows to a file that is this process's alone. Thread-safe; one thread writes.
+class JournalWriter(ABC):
+    """Appends rows to what is this process's alone. Thread-safe; one thread writes.
 
-    Rows that come while others are being written make up the next write. A disk that refuses one
-    is no reason to stop: its rows are not in the journal, a warning says so, and the next ones go
-    to a new file, because nothing behind a torn record would be read.
+    Rows that come while others are being written make up the next write. A place that refuses one
+    is no reason to stop: its rows are not in the journal, and a warning says so.
 
     Attributes:
         num_lost_rows: Rows that could not be written.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        sync_every_s: float,
-        on_written: Callable[[Path, Sequence[Place]], None],
-    ) -> None:
-        """Start the thread; the file is made with the first row.
+    def __init__(self, place: object, *, sync_every_s: float, on_written: OnWritten) -> None:
+        """Start the thread.
 
         Args:
-            sync_every_s: Written rows are forced to disk this often, and by `close`.
-            on_written: Called with the file and what was appended to it.
+            place: Where the journal is, for messages.
+            sync_every_s: What was appended is made safe this often, and by `close`.
+            on_written: Called with the file and the rows that can be found in it from now on.
         """
-        self._directory, self._sync_every_s = directory, sync_every_s
+        self._place, self._sync_every_s = place, sync_every_s
         self._on_written = on_written
         self.num_lost_rows = 0
         # Guards the next lines; notified when rows come, rows are written, or it ends.
@@ -309,7 +305,6 @@ class JournalWriter:
         self._is_closing = False
         self._failure: BaseException | None = None
         # The thread's own.
-        self._path, self._file, self._end = directory, -1, 0
         self._is_failing = False
         self._unsynced_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="raymoe-journal", daemon=True)
@@ -337,14 +332,16 @@ class JournalWriter:
             ExecutionError: The thread has failed; a disk that refuses a write is no such failure.
         """
         with self._changed:
-            target = self._num_appended
-            self._changed.wait_for(
-                lambda: self._num_handled >= target or self._failure is not None, timeout_s
-            )
-            if self._failure is not None:
-                raise ExecutionError(
-                    f"the journal in {self._directory} failed: {self._failure!r}"
-                ) from self._failure
+            self._wait_for(self._num_appended, timeout_s)
+
+    def _wait_for(self, num_rows: int, timeout_s: float | None) -> None:
+        self._changed.wait_for(
+            lambda: self._num_handled >= num_rows or self._failure is not None, timeout_s
+        )
+        if self._failure is not None:
+            raise ExecutionError(
+                f"the journal in {self._place} failed: {self._failure!r}"
+            ) from self._failure
 
     def close(self) -> None:
         """Write and sync what is left; more than once is fine."""
@@ -365,9 +362,7 @@ class JournalWriter:
 
     def _write_next(self) -> bool:
         with self._changed:
-            self._changed.wait_for(
-                lambda: bool(self._pending) or self._is_closing, self._sync_due_s()
-            )
+            self._changed.wait_for(self._has_work, self._sync_due_s())
             rows, self._pending = self._pending, []
             is_over = self._is_closing and not rows
         if rows:
@@ -375,11 +370,14 @@ class JournalWriter:
             with self._changed:
                 self._num_handled += len(rows)
                 self._changed.notify_all()
-        if is_over or self._sync_due_s() == 0.0:
-            self._sync()
         if is_over:
-            self._close_file()
+            self._finish()
+        elif self._sync_due_s() == 0.0:
+            self._sync()
         return not is_over
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._is_closing
 
     def _sync_due_s(self) -> float | None:
         if self._unsynced_since_s is None:
@@ -387,6 +385,19 @@ class JournalWriter:
         return max(0.0, self._unsynced_since_s + self._sync_every_s - time.monotonic())
 
     def _write(self, rows: Sequence[Row]) -> None:
+        records, places = self._pack(rows)
+        try:
+            begin = self._append_bytes(b"".join(records))
+        except OSError as error:
+            self._lose(len(places), error)
+            return
+        self._note_success()
+        if self._unsynced_since_s is None:
+            self._unsynced_since_s = time.monotonic()
+        self._publish([(key, begin + offset) for key, offset in places])
+
+    def _pack(self, rows: Sequence[Row]) -> tuple[list[bytes], list[Place]]:
+        """Return the records of rows, and where each is among them."""
         places, records, size = [], [], 0
         for key, generation in rows:
             try:
@@ -411,16 +422,51 @@ class JournalWriter:
             places.append((key, size))
             records.append(pack_record(key, payload))
             size += HEADER_BYTES + len(payload)
-        try:
-            begin = self._append_bytes(b"".join(records))
-        except OSError as error:
-            self.num_lost_rows += len(places)
-            self._give_up_file(error)
-            return
+        return records, places
+
+    def _lose(self, num_rows: int, error: OSError) -> None:
+        self.num_lost_rows += num_rows
+        if not self._is_failing:
+            logger.warning(
+                "the journal in %s cannot be written (%s): rows that finish now are generated "
+                "again if this process dies; make room, or give another journal_dir",
+                self._place,
+                error,
+            )
+        self._is_failing = True
+
+    def _note_success(self) -> None:
         if self._is_failing:
             self._is_failing = False
-            logger.warning("the journal in %s can be written again", self._directory)
-        self._on_written(self._path, [(key, begin + offset) for key, offset in places])
+            logger.warning("the journal in %s can be written again", self._place)
+
+    @abstractmethod
+    def _append_bytes(self, data: bytes) -> int:
+        """Append records; return where they begin."""
+
+    @abstractmethod
+    def _publish(self, places: Sequence[Place]) -> None:
+        """Have rows found that were appended, as soon as they can be."""
+
+    @abstractmethod
+    def _sync(self) -> None:
+        """Make safe what was appended."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Make safe what was appended, for the last time."""
+
+
+class FileWriter(JournalWriter):
+    """Appends to a file, made with the first row.
+
+    After a failure the next rows go to a new file: nothing behind a torn record would be read.
+    """
+
+    def __init__(self, directory: Path, *, sync_every_s: float, on_written: OnWritten) -> None:
+        self._directory = self._path = directory
+        self._file, self._end = -1, 0
+        super().__init__(directory, sync_every_s=sync_every_s, on_written=on_written)
 
     def _append_bytes(self, data: bytes) -> int:
         if self._file < 0:
@@ -430,9 +476,10 @@ class JournalWriter:
         while view:
             view = view[os.write(self._file, view) :]
         self._end += len(data)
-        if self._unsynced_since_s is None:
-            self._unsynced_since_s = time.monotonic()
         return begin
+
+    def _publish(self, places: Sequence[Place]) -> None:
+        self._on_written(self._path, places)
 
     def _open_file(self) -> None:
         self._path = self._directory / f"{PREFIX}{uuid.uuid4().hex}{SUFFIX}"
@@ -451,17 +498,14 @@ class JournalWriter:
         try:
             os.fsync(self._file)
         except OSError as error:
-            self._give_up_file(error)
+            self._lose(0, error)
 
-    def _give_up_file(self, error: OSError) -> None:
-        if not self._is_failing:
-            logger.warning(
-                "the journal in %s cannot be written (%s): rows that finish now are generated "
-                "again if this process dies; make room, or give another journal_dir",
-                self._directory,
-                error,
-            )
-        self._is_failing = True
+    def _finish(self) -> None:
+        self._sync()
+        self._close_file()
+
+    def _lose(self, num_rows: int, error: OSError) -> None:
+        super()._lose(num_rows, error)
         has_records = self._end > len(MAGIC)
         if self._file >= 0 and not has_records:
             with contextlib.suppress(OSError):  # an empty file harms nobody
@@ -512,40 +556,23 @@ class Contents:
     num_damaged_files: int = 0
 
 
-class RowJournal:
-    """Finished rows on disk: found by key, appended in the background. Thread-safe.
+class Journal(ABC):
+    """Finished rows: found by key, appended in the background. Thread-safe.
 
-    Every process appends to a file of its own; on opening, the files of all are read once. What
+    Every process appends to files of its own; on opening, the files of all are read once. What
     stays in memory is an index of 16 bytes for each row.
 
     Attributes:
         contents: What was there when it was opened.
     """
 
-    def __init__(self, directory: str | Path, *, sync_every_s: float = SYNC_EVERY_S) -> None:
-        """Read what is there.
+    _writer: JournalWriter
 
-        Args:
-            directory: Made when missing. The nodes of a cluster must share its file system for one
-                to find what another has finished.
-            sync_every_s: Written rows are forced to disk this often, and when the journal closes.
-
-        Raises:
-            ConfigError: The directory cannot be used, or the number makes no sense.
-        """
-        if not sync_every_s >= 0:
-            raise ConfigError(f"journal_sync_s is {sync_every_s!r}; it must be 0 or more seconds")
-        self.directory = make_journal_directory(directory)
+    def __init__(self) -> None:
         self.contents = Contents()
         self._lock = threading.Lock()  # guards the two below
-        self._numbers: dict[Path, int] = {}
+        self._numbers: dict[PurePath, int] = {}
         self._index = RowIndex()
-        for path in journal_files(self.directory):
-            self._read_file(path)
-        logger.info("journal %s: %s", self.directory, self.contents)
-        self._writer = JournalWriter(
-            self.directory, sync_every_s=sync_every_s, on_written=self._add_places
-        )
 
     @property
     def num_lost_rows(self) -> int:
@@ -562,7 +589,7 @@ class RowJournal:
             paths = list(self._numbers) if by_file else []
         found: list[Generation | None] = [None] * len(keys)
         for number, wanted in by_file.items():
-            for position, generation in _read_places(paths[number], sorted(wanted), keys):
+            for position, generation in self._read_places(paths[number], sorted(wanted), keys):
                 found[position] = generation
         return found
 
@@ -573,24 +600,31 @@ class RowJournal:
         """Wait until what was appended before is written; see `JournalWriter.flush`."""
         self._writer.flush(timeout_s)
 
+    def save(self, timeout_s: float | None = None) -> None:
+        """Make sure that what was appended before outlives this process; arguments as above."""
+        self.flush(timeout_s)
+
     def close(self) -> None:
         """Write and sync what is left; more than once is fine."""
         self._writer.close()
 
-    def _add_places(self, path: Path, places: Sequence[Place]) -> None:
+    @abstractmethod
+    def _open(self, path: PurePath) -> BufferedReader: ...
+
+    def _add_places(self, path: PurePath, places: Sequence[Place]) -> None:
         with self._lock:
             number = self._numbers.setdefault(path, len(self._numbers))
             for key, offset in places:
                 self._index.add(key, number, offset)
 
-    def _read_file(self, path: Path) -> None:
+    def _read_file(self, path: PurePath) -> None:
         contents = self.contents
         number = self._numbers.setdefault(path, len(self._numbers))
         size = end = 0
         contents.num_files += 1
         try:
-            with _open(path) as file:
-                size = os.fstat(file.fileno()).st_size
+            with self._open(path) as file:
+                size = file.seek(0, os.SEEK_END)
                 for record in read_records(file):
                     self._index.add(record.key, number, record.offset)
                     contents.num_rows, end = contents.num_rows + 1, record.end
@@ -613,6 +647,60 @@ class RowJournal:
                 format_bytes(size - end),
             )
 
+    def _read_places(
+        self, path: PurePath, wanted: Sequence[tuple[int, int]], keys: Sequence[bytes]
+    ) -> Iterator[tuple[int, Generation]]:
+        try:
+            with self._open(path) as file:
+                for offset, position in wanted:
+                    record = read_record(file, offset)
+                    if record.key != keys[position]:
+                        continue
+                    try:
+                        generation = decode_generation(record.payload)
+                    except Exception as error:  # whole, but of another version, say
+                        logger.warning(
+                            "%s: the row at byte %d cannot be read (%r) and is generated again",
+                            path, offset, error,
+                        )  # fmt: skip
+                        continue
+                    yield position, generation
+        except (DamagedRecordError, OSError, CheckpointError) as error:
+            logger.warning("%s has changed (%s); its rows are generated again", path, error)
+
+
+class RowJournal(Journal):
+    """A journal in a directory."""
+
+    def __init__(self, directory: str | Path, *, sync_every_s: float = SYNC_EVERY_S) -> None:
+        """Read what is there.
+
+        Args:
+            directory: Made when missing. The nodes of a cluster must share its file system for one
+                to find what another has finished.
+            sync_every_s: Written rows are forced to disk this often, and when the journal closes.
+
+        Raises:
+            ConfigError: The directory cannot be used, or the number makes no sense.
+        """
+        check_interval(sync_every_s)
+        super().__init__()
+        self.directory = make_journal_directory(directory)
+        for path in journal_files(self.directory):
+            self._read_file(path)
+        logger.info("journal %s: %s", self.directory, self.contents)
+        self._writer = FileWriter(
+            self.directory, sync_every_s=sync_every_s, on_written=self._add_places
+        )
+
+    def _open(self, path: PurePath) -> BufferedReader:
+        return _open(Path(path))
+
+
+def check_interval(sync_every_s: float) -> None:
+    if not sync_every_s >= 0:
+        raise ConfigError(f"journal_sync_s is {sync_every_s!r}; it must be 0 or more seconds")
+
 
 def forget_errors(directory: Path) -> int:
     """Forget the rows that ended with an error, so that they are generated again.
@@ -628,7 +716,7 @@ def forget_errors(directory: Path) -> int:
         # What follows damage is ignored by all.
         with _open(path) as file, contextlib.suppress(DamagedRecordError):
             known = (one for one in read_records(file) if one.key != NOBODY)
-            failed.extend(one for one in known if _has_error(one.payload))
+            failed.extend(one for one in known if has_error(one.payload))
         with os.fdopen(open_regular(path, os.O_RDWR), "r+b") as written:
             for record in failed:
                 written.seek(record.offset)
@@ -637,7 +725,8 @@ def forget_errors(directory: Path) -> int:
     return num_forgotten
 
 
-def _has_error(payload: bytes) -> bool:
+def has_error(payload: bytes) -> bool:
+    """Whether a record is of a row that ended with an error."""
     if b'"error"' not in payload:  # which most rows are spared to be decoded for
         return False
     with contextlib.suppress(DamagedRecordError):
@@ -673,28 +762,6 @@ def make_journal_directory(directory: str | Path) -> Path:
         ConfigError: As for `make_directory`.
     """
     return make_directory(directory, "journal_dir", access=os.R_OK | os.W_OK | os.X_OK)
-
-
-def _read_places(
-    path: Path, wanted: Sequence[tuple[int, int]], keys: Sequence[bytes]
-) -> Iterator[tuple[int, Generation]]:
-    try:
-        with _open(path) as file:
-            for offset, position in wanted:
-                record = read_record(file, offset)
-                if record.key != keys[position]:
-                    continue
-                try:
-                    generation = decode_generation(record.payload)
-                except Exception as error:  # whole, but of another version, say
-                    logger.warning(
-                        "%s: the row at byte %d cannot be read (%r) and is generated again",
-                        path, offset, error,
-                    )  # fmt: skip
-                    continue
-                yield position, generation
-    except (DamagedRecordError, OSError, CheckpointError) as error:
-        logger.warning("%s has changed (%s); its rows are generated again", path, error)
 
 
 def _open(path: Path) -> BufferedReader:

@@ -17,14 +17,13 @@ from raymoe.config import (
 )
 from raymoe.data.columns import ERROR_COLUMN
 from raymoe.data.generator import MoEGenerator, check_options, output_columns
-from raymoe.data.journal import forget_errors
+from raymoe.data.journal_place import place_of
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
-from raymoe.specs.files import expanded
 from raymoe.specs.workload import TASKS
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def _take_retries(options: dict[str, Any]) -> None:
     directory = options.get("journal_dir")
     if directory is None:
         raise ConfigError("retry_errors needs a journal_dir: answers are recorded there")
-    forget_errors(expanded(directory))
+    place_of(directory).forget_errors()
 
 
 def _take_template(options: dict[str, Any]) -> PromptTemplate | None:

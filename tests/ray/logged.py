@@ -21,19 +21,33 @@ class LoggedGenerator(MoEGenerator):
 
     def __init__(self, *args, log=None, **kwargs):
         super().__init__(*args, **kwargs)
-        path = log or os.environ[LOG_VARIABLE]
-        self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._submit, self._engine.submit = self._engine.submit, self._submit_and_log
+        log_rows(self._engine, log or os.environ[LOG_VARIABLE])
 
-    def _submit_and_log(self, prompts, sampling_params, *, row_keys, **options):
-        futures = self._submit(prompts, sampling_params, row_keys=row_keys, **options)
+
+class LoggedGeneratorOfCommand(MoEGenerator):
+    """The same with the arguments of a `MoEGenerator`, so that the driver prepares it as one."""
+
+    def _open_engine(self, *args):
+        engine = super()._open_engine(*args)
+        log_rows(engine, os.environ[LOG_VARIABLE])
+        return engine
+
+
+def log_rows(engine, path):
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    submit = engine.submit
+
+    def write(key, future):
+        if future.exception() is None:
+            os.write(log, f"{key}\n".encode())
+
+    def submit_and_log(prompts, sampling_params, *, row_keys, **options):
+        futures = submit(prompts, sampling_params, row_keys=row_keys, **options)
         for key, future in zip(row_keys, futures, strict=True):
-            future.add_done_callback(functools.partial(self._write, key))
+            future.add_done_callback(functools.partial(write, key))
         return futures
 
-    def _write(self, key, future):
-        if future.exception() is None:
-            os.write(self._log, f"{key}\n".encode())
+    engine.submit = submit_and_log
 
 
 def read_log(path, ids):
@@ -45,7 +59,7 @@ def read_log(path, ids):
 
 def main():
     """`raymoe`, with few rows in flight and an output that is written often."""
-    pipeline.MoEGenerator = LoggedGenerator
+    pipeline.MoEGenerator = LoggedGeneratorOfCommand
     pipeline.FLUSH_EVERY_S = 0.5
     generate.Job = functools.partial(pipeline.Job, rows_in_flight=ROWS_IN_FLIGHT)
     sys.exit(run(sys.argv[1:]))

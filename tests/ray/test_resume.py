@@ -60,21 +60,23 @@ NUM_GOOD = sum(len(row["prompt"]) < 600 for row in ROWS)
 class Command:
     """`raymoe generate` of the same rows, in a process of its own."""
 
-    def __init__(self, model, place, rows=ROWS):
-        self.model, self.place = model, place
+    def __init__(self, model, place, rows=ROWS, ids=("--id-column", "id")):
+        self.model, self.place, self.ids = model, place, ids
         self.input, self.log = place / "in.jsonl", place / "generated.log"
         self.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
         paths = [Path(raymoe.__file__).parents[1], Path(__file__).parents[2]]
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([*map(str, paths), *filter(None, given)])
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))),
+            "PYTHONPATH": os.pathsep.join(paths),
             LOG_VARIABLE: str(self.log),
         }
         self.environment.pop("RAY_ADDRESS", None)
 
     def start(self, output, *options):
         arguments = ["--model", self.model, "--input", self.input, "--output", output]
-        arguments += ["--id-column", "id", "--max-tokens", 16, "--batch-size", 16]
+        arguments += [*self.ids, "--max-tokens", 16, "--batch-size", 16]
         if "--temperature" not in options:
             arguments += ["--temperature", 1]
         return self.run([*arguments, *options])

@@ -330,7 +330,7 @@ def _journal(file: ClusterFile) -> Outcome:
     output, journal = file.option("--output") or "", file.option("--journal")
     if journal is None and "://" not in output:
         return Outcome(f"beside {output}, which all nodes see")
-    if journal is not None and _is_under(journal, file.shared):
+    if journal is not None and ("://" in journal or _is_under(journal, file.shared)):
         return Outcome(f"{journal}, which all nodes see")
     advice = "give --journal a directory that all nodes see, so that no finished row is lost"
     return Outcome(f"journal: {journal or 'none'}", Status.FAILED, advice)

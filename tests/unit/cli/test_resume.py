@@ -170,11 +170,11 @@ def test_on_a_store_a_journal_is_where_it_is_told(tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
-def test_a_journal_is_neither_among_the_rows_nor_on_a_store(tmp_path):
+def test_a_journal_is_not_among_the_rows(tmp_path):
     with pytest.raises(ConfigError, match="is in the output"):
         ResumeState.of(Location.local(tmp_path / "out"), str(tmp_path / "out" / "journal"))
-    with pytest.raises(ConfigError, match="a journal grows row by row"):
-        ResumeState.of(Location.local(tmp_path / "out"), "s3://jobs/journal?region=us-east-1")
+    with pytest.raises(ConfigError, match="--journal s3://jobs/a has options behind a question"):
+        ResumeState.of(Location.local(tmp_path / "out"), "s3://jobs/a?region=us-east-1")
 
 
 def test_rows_with_errors_and_rows_that_ended_actors_are_forgotten(resume_state):
