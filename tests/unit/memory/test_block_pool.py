@@ -63,6 +63,19 @@ def test_the_prefix_left_longest_ago_is_lost_first():
     assert [num_found(pool, (i, i)) for i in (1, 2, 3)] == [0, 2, 2]
 
 
+def test_a_block_of_a_lost_prefix_that_several_used_begins_anew():
+    pool = BlockPool(3)
+    for blocks in [compute(pool, (1,)) for _ in range(2)]:
+        pool.release(blocks)
+    blocks, lost = pool.allocate(3)
+    assert lost == [bytes((1,))]
+    pool.release(blocks)
+    held = [compute(pool, (i,)) for i in (2, 3, 4)]  # the last is where the lost one was
+    for i in (2, 0, 1):
+        pool.release(held[i])
+    assert pool.allocate(1)[1] == [bytes((4,))]
+
+
 def test_prefixes_that_several_used_outlive_a_cache_of_others_and_no_more():
     pool = BlockPool(8)
     first, second = compute(pool, (1, 1)), compute(pool, (1, 1))
