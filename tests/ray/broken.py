@@ -20,6 +20,15 @@ class BreaksOnce(MoEGenerator):
         return super().__call__(batch)
 
 
+class NeverLoads(MoEGenerator):
+    """Its weights are nowhere."""
+
+    def __init__(self, *args, mark, **kwargs):
+        with Path(mark).open("a") as file:
+            file.write("loads\n")
+        raise OSError("no such weights here")
+
+
 class BreaksAlways(MoEGenerator):
     """The engine breaks before it has finished anything."""
 

@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=24, temperature=1.0)
 CONFIG = EngineConfig(device="cpu", host_memory_bytes=3 * 2**29, num_threads=1)
 ROWS_PER_BLOCK, ROWS_IN_FLIGHT = 16, 128
 LONGEST_JOB_S = 280
-POISON, ALLOWED = "<<poison>>", "allowed"
+POISON, ALLOWED, LOADS = "<<poison>>", "allowed", "loads"
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 * 2**20}
 
 
@@ -56,6 +56,16 @@ class HeldBack(LoggedGenerator):
         while num_lines(self.finished) >= int(self.finished.with_name(ALLOWED).read_text()):
             time.sleep(0.1)
         return super().__call__(batch)
+
+
+class LoadsSlowly(LoggedGenerator):
+    """Writes down which process begins to load, and can be disturbed before it is done."""
+
+    def __init__(self, *args, log, **kwargs):
+        with Path(log).with_name(LOADS).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(4)
+        super().__init__(*args, log=log, **kwargs)
 
 
 class BreaksInSteps(LoggedGenerator):

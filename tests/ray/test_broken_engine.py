@@ -4,8 +4,12 @@ import pytest
 import ray.data
 
 from raymoe.config import EngineConfig
-from raymoe.data.sizing import map_batches_kwargs
-from tests.ray.broken import BreaksAlways, BreaksOnce
+from raymoe.data.sizing import (
+    MAX_DEATHS_WHILE_LOADING,
+    configure_data_context,
+    map_batches_kwargs,
+)
+from tests.ray.broken import BreaksAlways, BreaksOnce, NeverLoads
 
 pytestmark = [
     pytest.mark.ray,
@@ -24,6 +28,7 @@ def rows_through(operator, model, mark):
     arguments["fn_constructor_kwargs"]["mark"] = str(mark)  # of the subclass
     items = [{"id": index, "prompt": f"row {index}"} for index in range(64)]
     dataset = ray.data.from_items(items, override_num_blocks=8)
+    configure_data_context(context=dataset.context)
     return dataset.map_batches(operator, **arguments).take_all()
 
 
@@ -40,3 +45,10 @@ def test_an_engine_that_breaks_again_fails_the_job_with_the_cause(local_ray, tin
     with pytest.raises(ray.exceptions.RayTaskError, match="the engine is broken: the engine"):
         rows_through(BreaksAlways, tiny_model, tmp_path / "starts")
     assert (tmp_path / "starts").read_text().count("started") == 2
+
+
+@pytest.mark.slow
+def test_a_model_that_never_loads_ends_the_job_with_its_own_error(local_ray, tiny_model, tmp_path):
+    with pytest.raises(ray.exceptions.ActorDiedError, match="OSError: no such weights here"):
+        rows_through(NeverLoads, tiny_model, tmp_path / "loads")
+    assert (tmp_path / "loads").read_text().count("loads") == 1 + MAX_DEATHS_WHILE_LOADING

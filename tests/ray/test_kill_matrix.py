@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 
@@ -81,6 +82,21 @@ def test_an_actor_that_is_killed_at_twenty_random_moments(cases, tiny_model, tmp
         found = job.rows()
     report("actor", num_kills, job)
     assert found == expected
+
+
+def test_an_actor_that_is_killed_three_times_while_it_loads(cases, tiny_model, tmp_path):
+    rows, expected = cases(320)
+    loads = tmp_path / matrix.LOADS
+    with small_cluster(2):
+        job = Job(tiny_model, rows, tmp_path, matrix.LoadsSlowly)
+        for number in range(3):
+            limit_s = time.monotonic() + 120
+            while matrix.num_lines(loads) <= number:
+                assert time.monotonic() < limit_s, "nothing loads"
+                time.sleep(0.1)
+            os.kill(int(loads.read_text().split()[number]), signal.SIGKILL)
+        assert job.rows() == expected
+    assert matrix.num_lines(loads) == 4
 
 
 @pytest.mark.parametrize("num_killed", [1, 2])
