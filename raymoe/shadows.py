@@ -95,8 +95,10 @@ def first_directory() -> list[Path]:
     if sys.flags.safe_path:  # -P: it looks in none
         return []
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    # Ray puts directories of its own before all others, wherever it is installed.
+    ray = PathFinder.find_spec("ray")
+    installed += [] if ray is None else ray.submodule_search_locations or []
     places = (Path(part or Path.cwd()) for part in sys.path)
-    # Ray puts a directory of its own before all others.
     own = (one for one in places if not any(one.is_relative_to(other) for other in installed))
     return [*itertools.islice(own, 1)]
 

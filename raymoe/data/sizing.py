@@ -187,8 +187,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     counts = {"num_generators": num_generators, "min_actors": min_actors}
     _check_counts(num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
     remote_args = take_remote_args(options)
-    engine_options = {**options, "engine_config": engine_config}
-    _check_options(model_source, engine_options, ds, remote_args.get("runtime_env"))
+    _check_options(model_source, {**options, "engine_config": engine_config}, ds, remote_args)
     model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
     cluster = _find_cluster(config, num_gpus, num_generators, ds, remote_args=remote_args)
@@ -251,13 +250,13 @@ def _check_options(
     model_source: str | Path,
     options: Mapping[str, Any],
     ds: "Dataset | None",
-    runtime_env: Mapping[str, Any] | None,
+    remote_args: RemoteArgs,
 ) -> None:
     shadow = find_shadow(directories_of_workers())
     if shadow is not None:
         raise ConfigError(shadow)
     check_options(model_source, options, POOL_OPTIONS)
-    fetch_for_plan(model_source, runtime_env=runtime_env)
+    fetch_for_plan(model_source, runtime_env=remote_args.get("runtime_env"))
     check_options(model_source, options, POOL_OPTIONS)  # again: more is known of the model now
     if ds is not None:
         register_callbacks(ds.context)

@@ -72,6 +72,17 @@ def test_the_module_refuses_a_file_beside_it_before_it_imports(tmp_path: Path) -
     assert not done.stdout
 
 
+def test_directories_of_ray_are_not_those_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray is of other site-packages than this interpreter's."""
+    (tmp_path / "ray" / "thirdparty_files").mkdir(parents=True)
+    (tmp_path / "ray" / "__init__.py").touch()
+    part = str(tmp_path / "ray" / "thirdparty_files")
+    monkeypatch.setattr(sys, "path", [part, str(tmp_path), *sys.path])
+    assert shadows.first_directory() == [tmp_path]
+
+
 @pytest.mark.parametrize("name", ["raymoe", "ray", "torch"])
 def test_a_job_beside_such_a_file_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -358,7 +358,8 @@ def dataset_behind(compute, **fields):
     stage = SimpleNamespace(compute=compute, ray_remote_args={}, **fields)
     stages = [SimpleNamespace(), stage]  # the first reads
     dag = SimpleNamespace(post_order_iter=lambda: stages, infer_schema=lambda: None)
-    return SimpleNamespace(_logical_plan=SimpleNamespace(dag=dag))
+    context = DataContext.get_current().copy()
+    return SimpleNamespace(_logical_plan=SimpleNamespace(dag=dag), context=context)
 
 
 def test_stages_before_a_generator_keep_their_places(nodes):
