@@ -358,7 +358,7 @@ def dataset_behind(compute, **fields):
     stage = SimpleNamespace(compute=compute, ray_remote_args={}, **fields)
     stages = [SimpleNamespace(), stage]  # the first reads
     dag = SimpleNamespace(post_order_iter=lambda: stages, infer_schema=lambda: None)
-    context = DataContext.get_current().copy()
+    context = SimpleNamespace(custom_execution_callback_classes=[])
     return SimpleNamespace(_logical_plan=SimpleNamespace(dag=dag), context=context)
 
 
