@@ -316,9 +316,7 @@ class MoEGenerator:
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
-            template = read_chat_template(identity.directory)
-            parser = "auto" if self._task else shortest_name(reasoning_parser, template)
-            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parser)
+            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parsers[0])
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=name, status_dir=status_dir, open_job=open_job)
@@ -601,8 +599,9 @@ def _identify(
 def _prepare_job(
     directory: str | Path, identity: "ModelIdentity", parts: tuple[Any, ...], sync_every_s: float
 ) -> Callable[[], JobRows]:
-    """Return what opens the job's journal."""
-    make_manifest = functools.partial(Manifest.of, identity, *parts)
+    """Return what opens the job's journal; the last of its parts is the parser of reasoning."""
+    parser = shortest_name(parts[-1], read_chat_template(identity.directory))
+    make_manifest = functools.partial(Manifest.of, identity, *parts[:-1], parser)
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
     return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 
