@@ -317,8 +317,7 @@ class MoEGenerator:
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
-            parser = "auto" if self._task else _shortest(reasoning_parser, identity.directory)
-            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parser)
+            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parsers[0])
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=self._model, status_dir=status_dir, open_job=open_job)
@@ -547,10 +546,6 @@ def _close(reference: "weakref.ref[MoEGenerator]") -> None:
         operator.close()
 
 
-def _shortest(reasoning_parser: str, directory: Path) -> str:
-    return shortest_name(reasoning_parser, read_chat_template(directory))
-
-
 def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(config, **given)
@@ -622,8 +617,9 @@ def _identify(
 def _prepare_job(
     directory: str | Path, identity: "ModelIdentity", parts: tuple[Any, ...], sync_every_s: float
 ) -> Callable[[], JobRows]:
-    """Return what opens the job's journal."""
-    make_manifest = functools.partial(Manifest.of, identity, *parts)
+    """Return what opens the job's journal; the last of its parts is the parser of reasoning."""
+    parser = shortest_name(parts[-1], read_chat_template(identity.directory))
+    make_manifest = functools.partial(Manifest.of, identity, *parts[:-1], parser)
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
     return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 

@@ -18,6 +18,7 @@ from raymoe.data.quarantine import in_flight_files
 from raymoe.data.rows import RowReader
 from raymoe.engine.engine import Engine
 from raymoe.engine.outputs import Generation
+from raymoe.engine.tokenizer import Chat
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.deaths import die
 from tests.unit.data.jobs import IDENTITY, identity, made
@@ -318,6 +319,14 @@ def test_keys_depend_on_the_job():
     other = FinishedRows(None, made(seed=1))
     (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
     assert other.keys([request]) != FinishedRows(None, made()).keys([request])
+
+
+def test_keys_depend_on_the_arguments_of_the_template():
+    rows, messages = FinishedRows(None, made()), [{"role": "user", "content": "a"}]
+    (request,) = RowReader(defaults=SamplingParams()).read(pa.table({"prompt": ["a"]}))
+    chats = [Chat(messages, (), kwargs) for kwargs in ({}, {"a": 1}, {"a": 2})]
+    keys = rows.keys([dataclasses.replace(request, prompt=chat) for chat in chats])
+    assert len(set(keys)) == 3
 
 
 def test_whoever_waits_for_a_row_hears_of_it_after_the_journal_and_so_does_the_quarantine(tmp_path):
