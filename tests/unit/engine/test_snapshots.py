@@ -180,6 +180,7 @@ def test_snapshots_are_where_prompts_branch_off() -> None:
     assert branch_points([0, 0], 0, 4) == []
     assert branch_points([9, 9, 5, 5, 1, 0], 0, 4) == [2, 4, 5]
     assert branch_points([9, 9, 5, 5, 1, 0], 0, 2) == [2, 4]
+    assert branch_points([9, 9, 5, 5, 1, 0], 0, 1) == [4]  # 20 blocks instead of 18
     assert branch_points([9, 9, 5, 5, 1, 0], 2, 4) == [4, 5]
     assert branch_points([3, 3, 3], 0, 4) == [3]
 
@@ -192,3 +193,12 @@ def test_sequences_that_fit_leave_room_for_snapshots(max_num_seqs) -> None:
     needed = max_num_seqs * kv_bytes + slots * state_bytes
     fitting = max_sequences(needed, kv_bytes, state_bytes)
     assert max_num_seqs - 3 <= fitting <= max_num_seqs
+
+
+def test_snapshots_that_rows_wait_for_stay_longest():
+    snapshots = StateSnapshots(range(8, 10))
+    snapshots.take(b"a", 0)
+    snapshots.take(b"b", 1)
+    assert snapshots.want({b"a", b"z"}) == 1
+    snapshots.take(b"c", 2)
+    assert [snapshots.num_blocks([key]) for key in (b"a", b"b", b"c")] == [1, 0, 1]
