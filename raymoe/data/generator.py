@@ -600,8 +600,8 @@ def _prepare_job(
     directory: str | Path, identity: "ModelIdentity", parts: tuple[Any, ...], sync_every_s: float
 ) -> Callable[[], JobRows]:
     """Return what opens the job's journal; the last of its parts is the parser of reasoning."""
-    parser = shortest_name(parts[-1], read_chat_template(identity.directory))
-    make_manifest = functools.partial(Manifest.of, identity, *parts[:-1], parser)
+    named = (*parts[:-1], shortest_name(parts[-1], read_chat_template(identity.directory)))
+    make_manifest = functools.partial(Manifest.of, identity, *named)
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
     return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 
