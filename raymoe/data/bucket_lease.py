@@ -84,6 +84,15 @@ class BucketLease:
         except BucketError as error:
             raise ConfigError(f"the journal cannot be used: {error}") from error
 
+    def is_held(self) -> bool:
+        """Whether a driver took it and has not given it back.
+
+        Raises:
+            BucketError: It cannot be read.
+        """
+        found = self._read(self._latest())
+        return found is not None and not found.has_ended
+
     def check(self) -> None:
         """Make sure that it is still this driver's.
 

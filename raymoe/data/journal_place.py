@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from raymoe.data.manifest import FILE_NAME, Manifest
 from raymoe.data.quarantine import in_flight_files
 from raymoe.errors import ConfigError
 from raymoe.specs.files import PRIVATE_DIRECTORY, expanded
+
+logger = logging.getLogger(__name__)
 
 
 class JournalPlace(ABC):
@@ -168,6 +171,12 @@ class BucketPlace(JournalPlace):
 
     def open(self, *, sync_every_s: float) -> Journal:
         with _explained():
+            if not BucketLease(self._bucket).is_held():
+                logger.warning(
+                    "no driver has the lease of the journal in %s, so a second job at the same "
+                    "time would not be noticed: call raymoe.configure_data_context("
+                    "context=ds.context), or raymoe.generate", self._bucket,
+                )  # fmt: skip
             return BucketJournal(self._bucket, sync_every_s=sync_every_s)
 
     def prepare(self) -> None:

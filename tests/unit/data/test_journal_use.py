@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from raymoe.data import journal_use
+from raymoe.data.bucket_lease import BucketLease
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.journal_place import BucketPlace
 from raymoe.data.journal_use import UseJournals
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.buckets import make_bucket
@@ -36,12 +38,27 @@ def test_a_second_pipeline_is_refused_until_the_first_has_ended(buckets):
     first, second = UseJournals(), UseJournals()
     first.before_execution_starts(pipeline(JOB, JOB, {}))
     first.on_execution_step(None)
+    assert BucketLease(buckets["s3://jobs/a"]).is_held()
     with pytest.raises(ConfigError, match="uses it; wait for its end"):
         second.before_execution_starts(pipeline({"journal_dir": "s3://jobs/b"}, JOB))
     first.after_execution_fails(None, ValueError())
     second.before_execution_starts(pipeline({"journal_dir": "s3://jobs/b"}, JOB))
     second.after_execution_succeeds(None)
     assert [len(bucket.sizes()) for bucket in buckets.values()] == [2, 2]
+
+
+def test_an_actor_says_when_no_driver_has_the_lease(caplog):
+    """Of a pipeline that knows nothing of raymoe, such as a bare `map_batches`."""
+    bucket = make_bucket()
+    BucketPlace(bucket).open(sync_every_s=5).close()
+    assert "no driver has the lease" in caplog.text
+    caplog.clear()
+    lease = BucketLease(bucket)
+    lease.take()
+    BucketPlace(bucket).open(sync_every_s=5).close()
+    lease.release()
+    assert not caplog.records
+    assert not lease.is_held()
 
 
 def test_a_pipeline_ends_when_another_has_its_journal(buckets):
