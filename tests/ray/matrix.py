@@ -193,6 +193,7 @@ class Job:
         num_actors=1,
         rows_in_flight=ROWS_IN_FLIGHT,
         tables=None,
+        mark=None,
         **options,
     ):
         self.log, self.tables, self.error = place / "generated.log", [], None
@@ -210,7 +211,8 @@ class Job:
             journal_dir=place / "journal",
             **options,
         )
-        arguments["fn_constructor_kwargs"]["log"] = str(self.log)  # of the subclass
+        of_subclass = {"log": str(self.log)} | ({} if mark is None else {"mark": str(mark)})
+        arguments["fn_constructor_kwargs"].update(of_subclass)
         self.actor_name = operator.__name__
         num_blocks = len(rows) // ROWS_PER_BLOCK
         dataset = (
