@@ -31,6 +31,8 @@ LOCALS = {
         "begins": "<a>|<b>",
         "ends": "</a>|</b>",
         "call": ("<function=", "</function>"),
+        "tag": ("<parameter=", "</parameter>"),
+        "begin": "|<parameter=(?:a|b)>",
         "frames": (("<a>", "</a>"), ("<b>", "</b>")),
     },
     "doctor/machine.py": {"field": "MemAvailable"},

@@ -5,7 +5,7 @@ Those of engines are the ones that Ray exports, without Ray's prefix, read from 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from raymoe.data.observer import KIND_TAG, METRICS, TAGS, MetricKind
+from raymoe.data.observer import KIND_TAG, METRICS, MetricKind
 from raymoe.data.status import ActorStatus
 from raymoe.openai.store import STATUSES, BatchRecord
 
@@ -47,7 +47,7 @@ def _of_engines(actors: Sequence[ActorStatus]) -> Iterator[str]:
 
 def _tags(actor: ActorStatus) -> dict[str, str]:
     model = actor.model.rstrip("/").rpartition("/")[2] or actor.model
-    return dict(zip(TAGS, (model, actor.actor), strict=True))
+    return {"model": model, "actor": actor.actor}  # no dataset: a server's batches have none
 
 
 def _family(name: str, kind: MetricKind, help_text: str, samples: Samples) -> str:

@@ -74,7 +74,7 @@ BREAKS = {
     "prompt log probabilities": (core, "token_logprobs", wants_bad_tokens),
     "stop strings": (StopStrings, "push", lambda *_: True),
     "stop strings found": (StopStrings, "find", lambda *_: True),
-    "stop strings begin": (StopStrings, "__init__", lambda *_args: True),
+    "stop strings begin": (StopStrings, "__init__", lambda *_args, **_: True),
 }
 
 
