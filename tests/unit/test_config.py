@@ -179,6 +179,8 @@ def test_what_of_vllm_changes_no_answer_is_taken(caplog):
     guided = {"json": {"type": "object"}, "backend": "xgrammar", "_backend": None}
     params = SamplingParams.from_dict({"guided_decoding": guided})
     assert params == SamplingParams(structured_outputs={"json": {"type": "object"}})
+    with pytest.raises(ConfigError, match="guided_decoding is a list; it takes a mapping"):
+        SamplingParams(guided_decoding=["a"])
     with pytest.raises(ConfigError, match="are the same; give one"):
         SamplingParams(guided_decoding={"choice": ["a"]}, structured_outputs={"choice": ["a"]})
     engine = {"trust_remote_code": True, "download_dir": "/x", "enable_prefix_caching": True}
