@@ -74,7 +74,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if guided is not None:
         if given.get("structured_outputs") is not None:
             raise ConfigError("guided_decoding and structured_outputs are the same; give one")
-        if not isinstance(guided, Mapping):
+        if not isinstance(guided, Mapping | str):
             kind = type(guided).__name__
             raise ConfigError(f"guided_decoding is a {kind}; it takes a mapping, as "
                               "structured_outputs does, which is its name now")  # fmt: skip
