@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 import pyarrow as pa
 from fsspec.implementations.arrow import ArrowFSWrapper
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # its HTTP library's
 from pyarrow import fs
 
 from raymoe.data.journal import open_private, sync_directory
@@ -85,6 +86,7 @@ def _send(filesystem: fs.FileSystem, path: str, chunks: Iterable[bytes]) -> None
 # A file of these appears when it is complete, under its own name; they have no directories.
 OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})
 HUB = "hf"  # the scheme of data sets on the Hugging Face hub
+HUB_HELP = "; check the network, and the access token (HF_TOKEN) on every node"
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # of text, by the end of its name
 NUM_READERS = 16  # files that are read at once where there are many: each takes a round trip
 BUFFER_BYTES = 8 << 20  # of lines that are read: each buffer is a request
@@ -333,11 +335,12 @@ class Location:
         """Turn an error of the file system into one that names the file and what may help."""
         try:
             yield
-        except (pa.ArrowException, OSError, NotImplementedError) as error:
+        except (pa.ArrowException, OSError, NotImplementedError, HTTPError) as error:
             raise ConfigError(self._said(what, error)) from error
 
     def _said(self, what: str, error: Exception) -> str:
-        return f"{self} cannot be {what}: {reason_of(error)}{help_for(error)}"
+        help_ = HUB_HELP if self.scheme == HUB else help_for(error)
+        return f"{self} cannot be {what}: {reason_of(error)}{help_}"
 
     def _is_hidden(self, path: str) -> bool:
         parts = PurePosixPath(path).relative_to(self.path).parts

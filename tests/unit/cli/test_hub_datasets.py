@@ -7,6 +7,7 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import HTTPError
 
 from raymoe.cli.sources import find_files, open_source
 from raymoe.cli.storage import Location
@@ -150,3 +151,23 @@ def test_a_gated_dataset_needs_its_token(tmp_path, hub, monkeypatch):
     assert f"no access token is set here: accept its conditions at {where}" in refused
     monkeypatch.setenv("HF_TOKEN", "mine")
     assert open_source(NAME, id_column="id").num_rows == 1
+
+
+def test_a_hub_that_goes_away_while_files_are_read_is_named(hub):
+    put(hub, {"questions.jsonl": lines(1)})
+    (file,) = find_files(NAME)
+    del hub.models["datasets/org/questions"].files["questions.jsonl"]
+    with pytest.raises(ConfigError, match=r"questions.jsonl cannot be read: 404 .*HF_TOKEN"):
+        read(file)
+    with pytest.raises(ConfigError, match="cannot be read: no route; check the network"):
+        lose(file)
+
+
+def read(file):
+    with file.explained("read"):
+        file.read_bytes()
+
+
+def lose(file):
+    with file.explained("read"):
+        raise HTTPError("no route")
