@@ -1,23 +1,31 @@
 """A Hugging Face hub on this machine: models from memory, with the headers that the hub sends."""
 
+import base64
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from urllib.parse import urlsplit
+from pathlib import Path, PurePosixPath
+from urllib.parse import parse_qs, unquote, urlsplit
 
+import huggingface_hub
 import huggingface_hub.constants as of_hub
 import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-INFO = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
-TREE = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)")
-FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+NAME = r"(models/)?(?P<name>(datasets/)?[^/]+/[^/]+)"
+INFO = re.compile(rf"/api/{NAME}(/revision/(?P<revision>[^/]+))?")
+TREE = re.compile(rf"/api/{NAME}/tree/(?P<revision>[^/]+)(/(?P<path>.+))?")
+ACCESS = re.compile(rf"/api/{NAME}/auth-check(?P<write>/write)?")
+PATHS = re.compile(rf"/api/{NAME}/paths-info/(?P<revision>[^/]+)")
+MODES = re.compile(rf"/api/{NAME}/preupload/(?P<revision>[^/]+)")
+COMMITS = re.compile(rf"/api/{NAME}/commit/(?P<revision>[^/]+)")
+FILE = re.compile(rf"/{NAME}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+RANGE = re.compile(r"bytes=(?P<begin>\d+)-(?P<end>\d*)")
 
 
 @dataclass(kw_only=True)
@@ -25,13 +33,19 @@ class HubModel:
     """A repository.
 
     Attributes:
+        card: What the head of its README says.
+        refusals: HTTP status of commits that are not taken, from the last.
         token: That opens it; "" for everyone.
         is_gated: Its files are for that token alone, and everyone sees their names.
     """
 
     files: dict[str, bytes]
+    card: dict = field(default_factory=dict)
     token: str = ""
     is_gated: bool = False
+    is_read_only: bool = False
+    refusals: list[int] = field(default_factory=list)
+    num_commits: int = 0
 
 
 @dataclass(kw_only=True)
@@ -39,6 +53,7 @@ class Hub:
     """The server's state.
 
     Attributes:
+        models: By their names; data sets by "datasets/OWNER/NAME".
         requests: Method and path of each, in order.
         waits: It answers when this is set.
     """
@@ -81,10 +96,16 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def do_GET(self) -> None:
-        path = urlsplit(self.path).path
+        self._route({TREE: self._tree, ACCESS: self._access, INFO: self._info, FILE: self._file})
+
+    def do_POST(self) -> None:
+        self._route({PATHS: self._paths, MODES: self._modes, COMMITS: self._commit})
+
+    def _route(self, answers: Mapping[re.Pattern[str], Callable[..., None]]) -> None:
+        path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
         self.hub.waits.wait(30)
-        for pattern, answer in ((TREE, self._tree), (INFO, self._info), (FILE, self._file)):
+        for pattern, answer in answers.items():
             found = pattern.fullmatch(path)
             if found:
                 answer(**found.groupdict())
@@ -123,18 +144,81 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _info(self, name: str, **_) -> None:
+    def _info(self, name: str, revision: str | None) -> None:
         model = self._model(name)
-        if model is not None:
-            files = [_entry(*item) for item in model.files.items()]
-            found = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files, "tags": []}
-            self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+        if model is None:
+            return
+        if revision not in (None, "main", COMMIT):
+            self._refuse(404, "RevisionNotFound", "Invalid rev id")
+            return
+        files = [_entry(*item) for item in model.files.items()]
+        name = name.removeprefix("datasets/")
+        found = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files, "tags": []}
+        found |= {"cardData": model.card, "gated": "auto" if model.is_gated else False}
+        self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
-    def _tree(self, name: str, **_) -> None:
+    def _access(self, name: str, write: str | None) -> None:
+        if self._model(name, of_files=True) is not None:
+            is_refused = write is not None and self.hub.models[name].is_read_only
+            self._send(403 if is_refused else 200, b"", {})
+
+    def _tree(self, name: str, path: str | None, **_) -> None:
         model = self._model(name)
-        if model is not None:
-            files = [_entry(*item) for item in model.files.items()]
-            self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
+        if model is None:
+            return
+        directory = f"{path}/" if path else ""
+        files = {file: data for file, data in model.files.items() if file.startswith(directory)}
+        if not files and directory:
+            self._refuse(404, "EntryNotFound", f"{path} does not exist")
+            return
+        entries = [_entry(*item) for item in files.items()]
+        parents = {str(one) for file in files for one in PurePosixPath(file).parents}
+        entries += [{"type": "directory", "path": one, "oid": "0" * 40} for one in parents
+                    if f"{one}/".startswith(directory) and one not in (".", path)]  # fmt: skip
+        if parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() != "true":
+            rest = len(directory)
+            entries = [entry for entry in entries if "/" not in entry["path"][rest:]]
+        self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
+
+    def _paths(self, name: str, **_) -> None:
+        wanted = parse_qs(self._body().decode()).get("paths", [])
+        model = self._model(name)
+        if model is None:
+            return
+        found = [_entry(path, model.files[path]) for path in wanted if path in model.files]
+        found += [{"type": "directory", "path": path, "oid": "0" * 40} for path in wanted
+                  if any(file.startswith(f"{path}/") for file in model.files)]  # fmt: skip
+        self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+
+    def _modes(self, name: str, **_) -> None:
+        """Answer how files are to be sent: within the commit."""
+        files = json.loads(self._body())["files"]
+        if self._model(name) is not None:
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for file in files]  # fmt: skip
+            content = json.dumps({"files": modes}).encode()
+            self._send(200, content, {"Content-Type": "application/json"})
+
+    def _commit(self, name: str, **_) -> None:
+        operations = [json.loads(line) for line in self._body().splitlines()]
+        model = self._model(name)
+        if model is None:
+            return
+        if model.refusals:
+            self._refuse(model.refusals.pop(), "", "this commit is refused")
+            return
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "deletedFile":
+                del model.files[value["path"]]
+            elif operation["key"] == "file":
+                model.files[value["path"]] = base64.b64decode(value["content"])
+        model.num_commits += 1
+        found = {"commitUrl": f"{self.hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+        self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
 
     def _file(self, name: str, revision: str, file: str) -> None:
         model = self._model(name, of_files=True)
@@ -148,9 +232,14 @@ class _Handler(BaseHTTPRequestHandler):
             content = model.files[file]
             digest = hashlib.sha256(content).hexdigest()
             headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest[:40]}"'}
+            asked = RANGE.fullmatch(self.headers.get("Range", ""))
+            if asked is not None:
+                end = min(int(asked["end"] or len(content)), len(content) - 1)
+                headers["Content-Range"] = f"bytes {asked['begin']}-{end}/{len(content)}"
+                content = content[int(asked["begin"]) : end + 1]
             if file.endswith(".safetensors"):
                 headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-            self._send(200, content, headers)
+            self._send(200 if asked is None else 206, content, headers)
 
 
 class _Server(ThreadingHTTPServer):
@@ -178,6 +267,7 @@ def running_hub() -> Iterator[Hub]:
 @contextmanager
 def used_hub(cache: Path, token: str | None = None) -> Iterator[Hub]:
     """Run a hub that this process uses, with an empty cache."""
+    huggingface_hub.HfFileSystem.clear_instance_cache()  # a port may be used a second time
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_hub, "ENDPOINT", hub.address)
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"

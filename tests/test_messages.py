@@ -28,7 +28,7 @@ OPTIONS_OF_OTHERS = {
     "--dry-run": "kubectl apply",
     "--dryrun": "sky jobs launch",
     "--object-store-memory": "ray", "--cap-add": "docker", "--gpus": "docker", "--ulimit": "docker",
-    "--shm-size": "docker",
+    "--shm-size": "docker", "--repo-type": "hf repos create",
     "--debug": "every command", "--help": "every command", "--version": "raymoe",
     "--install-completion": "raymoe", "--preferred": "numactl", "--show-completion": "raymoe",
 }  # fmt: skip

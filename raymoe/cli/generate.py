@@ -16,6 +16,7 @@ from rich.console import Console
 
 from raymoe.cli.checks import check_money, num_actors_or_auto
 from raymoe.cli.dry_run import show_first_rows
+from raymoe.cli.hub_output import HubOutput
 from raymoe.cli.one_schema import check_id_of_lines
 from raymoe.cli.pipeline import (
     PROMPT_COLUMNS,
@@ -92,8 +93,9 @@ Input = Annotated[
     str,
     typer.Option(
         "--input",
-        help="Read the rows from this file, directory, glob, or URI such as s3://jobs/in. They are "
-        "parquet, JSON lines, CSV with a header, Arrow, or a dataset that save_to_disk wrote.",
+        help="Read the rows from this file, directory, glob, or URI such as s3://jobs/in or "
+        "hf://datasets/org/name?split=train. They are parquet, JSON lines, CSV with a header, "
+        "Arrow, or a dataset that save_to_disk wrote.",
         metavar="PATH",
         rich_help_panel=START,
     ),
@@ -102,7 +104,7 @@ Output = Annotated[
     str,
     typer.Option(
         help="Write the rows with their answers here: to a directory as parquet, or to a file that "
-        "ends in .jsonl. URIs such as s3://jobs/out work too.",
+        "ends in .jsonl. URIs such as s3://jobs/out and hf://datasets/org/name/out work too.",
         metavar="PATH",
         rich_help_panel=START,
     ),
@@ -854,7 +856,10 @@ def _content_columns(options: dict[str, Any], source: Source) -> tuple[str, ...]
 
 
 def _find_output(output: str, source: Source, input_: str, journal_dir: str | None) -> ResumeState:
-    place = Location.parse(output)
+    on_hub = HubOutput.of(output)
+    if on_hub is not None:
+        on_hub.check_apart(input_)
+    place = Location.parse(output) if on_hub is None else on_hub.working
     if place.suffix in OTHER_FORMATS:
         raise ConfigError(f"--output {output}: {place.suffix} cannot be written; it takes a "
                           "directory for parquet, or a file that ends in .jsonl")  # fmt: skip
@@ -901,6 +906,9 @@ def _run(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> None:
 
 
 def _write(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> None:
+    on_hub = HubOutput.of(given["output"])
+    if on_hub is not None:
+        on_hub.check(resume=given["resume"], overwrite=given["overwrite"])
     former = resume_state.former_runs()  # before their status is removed
     _prepare(job, resume_state, resume=given["resume"], overwrite=given["overwrite"])
     if given["retry_errors"]:
@@ -912,6 +920,8 @@ def _write(job: Job, resume_state: ResumeState, given: Mapping[str, Any]) -> Non
         view = run_job(job, plain_console(stderr=True))
         resume_state.finish()
         print_summary(view, str(resume_state.output), console)
+        if on_hub is not None:
+            console.print(f"sent to {harmless(str(on_hub))}: {harmless(on_hub.send())}")
     finally:
         if given["report"]:  # of a run that failed, too
             _write_report(resume_state, console)

@@ -14,6 +14,7 @@ from raymoe.data.columns import CHOICES_COLUMN, ERROR_COLUMN, SAMPLES_COLUMN
 from raymoe.data.json_lines import MAX_WRITTEN_BYTES, Line, read_lines
 from raymoe.data.rows import as_text
 from raymoe.data.status import PARTS_SUFFIX, SUFFIX, JobStatus
+from raymoe.download.datasets import is_dataset
 from raymoe.errors import ConfigError
 from raymoe.report import Sample
 
@@ -49,8 +50,9 @@ def read_samples(status_dir: Path, job: JobStatus | None, count: int) -> list[Sa
 def _output_files(status_dir: Path, settings: Mapping[str, str]) -> list[Location]:
     name = status_dir.name.removesuffix(SUFFIX)
     output = Location.local(status_dir.with_name(name))
-    if "://" in settings.get("output", ""):
-        output = Location.parse(settings["output"])
+    address = settings.get("output", "")
+    if "://" in address and not is_dataset(address):  # whose rows are here
+        output = Location.parse(address)
     for place in (output.sibling(output.name + PARTS_SUFFIX), output):
         files = place.entries() if place.is_dir() else [place] * place.is_file()
         found = [file for file in files if file.suffix in (".jsonl", ".parquet")]

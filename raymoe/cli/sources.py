@@ -27,12 +27,15 @@ from raymoe.cli.one_schema import check_id_type, conform, unify
 from raymoe.cli.storage import (
     BUFFER_BYTES,
     COMPRESSIONS,
+    HUB,
     NUM_READERS,
     Location,
+    find_dataset,
 )
 from raymoe.data.json_lines import MAX_COLUMNS, MAX_KEYS, Line, parse_line, read_lines
 from raymoe.data.prompt_template import INPUT_ERROR_COLUMN, PromptTemplate
 from raymoe.data.rows import shown
+from raymoe.download.datasets import HubDataset, is_dataset
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.openai.batch import (
     BATCH_COLUMNS,
@@ -65,11 +68,15 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     Raises:
         ConfigError: There are none, or of two formats, or the file system refuses.
     """
-    root = Location.parse(pattern)
+    dataset = find_dataset(pattern) if is_dataset(pattern) else None
+    root = Location.parse(pattern) if dataset is None else Location.of_hub(dataset)
     found = _saved_dataset(root) or _find(root)
     files = [one for one in found if kind_of(one)]
-    if root.is_dir():
-        files = [one for one in files if not _is_json(one)] or files
+    is_dir = root.is_dir()
+    if dataset is not None:
+        dataset.uri.check_is_directory(is_directory=is_dir)
+    if is_dir:
+        files = _rows_of(files) if dataset is None else _chosen_files(dataset, root, files)
     if not files:
         known = ", ".join([*(one for suffixes in SUFFIXES.values() for one in suffixes), JSON])
         others = f"{len(found):,} files, but" if found else "nothing is there, or"
@@ -81,6 +88,16 @@ def find_files(pattern: str) -> tuple[Location, ...]:
     if len(kinds) > 1:
         raise ConfigError(f"--input {root}: both {' and '.join(kinds)}; name one kind by a glob")
     return tuple(sorted(files, key=lambda one: one.path))
+
+
+def _rows_of(files: list[Location]) -> list[Location]:
+    return [one for one in files if not _is_json(one)] or files
+
+
+def _chosen_files(dataset: HubDataset, root: Location, files: Sequence[Location]) -> list[Location]:
+    paths = [one.path for one in files]
+    chosen = dataset.choose(paths, lambda name: _is_json(root.at(name)))
+    return [root.at(path) for path in chosen]
 
 
 def kind_of(file: Location) -> str:
@@ -109,7 +126,8 @@ def _find(root: Location) -> list[Location]:
         return root.files()
     found = root.glob()
     # An object store says why there is nothing only when it is asked to list it.
-    return found if found or root.is_local or set(root.path) & set("*?[") else root.files()
+    is_known = root.is_local or root.scheme == HUB or set(root.path) & set("*?[")
+    return found if found or is_known else root.files()
 
 
 def _saved_dataset(root: Location) -> list[Location]:

@@ -14,11 +14,13 @@ from typing import IO, Any, cast
 
 import pyarrow as pa
 from fsspec.implementations.arrow import ArrowFSWrapper
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # its HTTP library's
 from pyarrow import fs
 
 from raymoe.data.journal import open_private, sync_directory
+from raymoe.download.datasets import HubDataset, is_dataset
 from raymoe.download.uris import help_for, open_uri, reason_of, without_secrets
-from raymoe.errors import ConfigError, ExecutionError
+from raymoe.errors import CheckpointError, ConfigError, ExecutionError
 from raymoe.specs.files import kind_problem
 
 CHUNK_BYTES = 16 << 20
@@ -83,10 +85,20 @@ def _send(filesystem: fs.FileSystem, path: str, chunks: Iterable[bytes]) -> None
 
 # A file of these appears when it is complete, under its own name; they have no directories.
 OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})
+HUB = "hf"  # the scheme of data sets on the Hugging Face hub
+HUB_HELP = "; check the network, and the access token (HF_TOKEN) on every node"
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # of text, by the end of its name
 NUM_READERS = 16  # files that are read at once where there are many: each takes a round trip
 BUFFER_BYTES = 8 << 20  # of lines that are read: each buffer is a request
 SPOOL_BYTES = 64 << 20  # what waits to be sent is kept in memory up to this size
+
+
+def find_dataset(uri: str) -> HubDataset:
+    """Ask the hub for a data set; raises `ConfigError` where it has none for this user."""
+    try:
+        return HubDataset.find(uri)
+    except CheckpointError as error:
+        raise ConfigError(f"{uri} cannot be used: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +133,8 @@ class Location:
         scheme, is_uri, _ = text.partition("://")
         if not is_uri:
             return cls.local(text)
+        if is_dataset(text):
+            return cls.of_hub(find_dataset(text))
         try:
             filesystem, path = open_uri(text)
         except (pa.ArrowException, OSError) as error:
@@ -131,6 +145,10 @@ class Location:
         if isinstance(filesystem, fs.LocalFileSystem):
             return cls.local(path)
         return cls(filesystem, path.rstrip("/"), scheme)
+
+    @classmethod
+    def of_hub(cls, dataset: HubDataset) -> "Location":
+        return cls(dataset.filesystem(), dataset.path, HUB)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}" if self.scheme else self.path
@@ -317,18 +335,19 @@ class Location:
         """Turn an error of the file system into one that names the file and what may help."""
         try:
             yield
-        except (pa.ArrowException, OSError, NotImplementedError) as error:
+        except (pa.ArrowException, OSError, NotImplementedError, HTTPError) as error:
             raise ConfigError(self._said(what, error)) from error
 
     def _said(self, what: str, error: Exception) -> str:
-        return f"{self} cannot be {what}: {reason_of(error)}{help_for(error)}"
+        help_ = HUB_HELP if self.scheme == HUB else help_for(error)
+        return f"{self} cannot be {what}: {reason_of(error)}{help_}"
 
     def _is_hidden(self, path: str) -> bool:
         parts = PurePosixPath(path).relative_to(self.path).parts
         return any(part.startswith((".", "_")) for part in parts)
 
 
-def not_empty(output: Location | Path, what: str) -> str:
+def not_empty(output: object, what: str) -> str:
     """Return what to say of an output that is there already."""
     return (
         f"--output {output} already has {what}; add --resume to generate what is missing or "

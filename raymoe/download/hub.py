@@ -111,8 +111,8 @@ def list_files(name: str, *, revision: str | None = None) -> dict[str, int]:
         CheckpointError: The hub has no such model for this user, or one without safetensors.
         UnreachableError: The hub does not answer.
     """
-    with _explained(name):
-        _check_host()
+    with explained(name):
+        check_host()
         hub = huggingface_hub.HfApi()
         found = hub.model_info(name, revision=revision, timeout=HUB_LIMIT_S, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
@@ -122,7 +122,8 @@ def list_files(name: str, *, revision: str | None = None) -> dict[str, int]:
     return sizes
 
 
-def _check_host() -> None:
+def check_host() -> None:
+    """Fail at once where there is no network; raises `OSError`."""
     # The host's name may be the proxy's to find.
     if not (getproxies() or constants.HF_HUB_OFFLINE):
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
@@ -157,7 +158,7 @@ def fetch_first_file(name: str, sizes: Mapping[str, int], *, revision: str | Non
         UnreachableError: The hub does not answer.
     """
     file = first_file(sizes)
-    with _explained(name):
+    with explained(name):
         path = _fetch(name, file, revision)
         if QUANTIZATION_FILE in sizes and file == CONFIG_FILE:
             _fetch(name, QUANTIZATION_FILE, path.parent.name)
@@ -180,7 +181,7 @@ def fetch_small_files(name: str, sizes: Mapping[str, int], snapshot: Path) -> No
     """
     files = [file for file, size in sizes.items() if is_small(file) and size <= MAX_JSON_BYTES]
     fetch = functools.partial(_fetch, name, revision=snapshot.name)
-    with _explained(name), ThreadPoolExecutor(NUM_CONNECTIONS, "raymoe-hub") as pool:
+    with explained(name), ThreadPoolExecutor(NUM_CONNECTIONS, "raymoe-hub") as pool:
         for _ in pool.map(fetch, files):
             pass
 
@@ -223,7 +224,7 @@ def download(name: str, *, revision: str | None = None) -> Path:
     """
     cache = Path(constants.HF_HUB_CACHE)
     folder = f"models--{name.replace('/', '--')}"
-    with _explained(name), once_a_node(cache / ".locks" / folder / "raymoe.lock", name):
+    with explained(name), once_a_node(cache / ".locks" / folder / "raymoe.lock", name):
         found = find_cached(name, revision=revision)
         if found is not None:
             return found
@@ -248,18 +249,25 @@ def bytes_of(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn an error of the hub or its library into one that says what to do."""
+def explained(name: str, kind: str = "model") -> Iterator[None]:
+    """Turn an error of the hub or its library into one that says what to do.
+
+    Args:
+        kind: What the name is of: "model" or "dataset".
+
+    Raises:
+        CheckpointError: For any other error.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:  # the HTTP library's errors depend on the hub's version
-        raise _explain(name, error) from error
+        raise _explain(name, error, kind) from error
 
 
-def _explain(name: str, error: Exception) -> CheckpointError:
-    where = f"{constants.ENDPOINT}/{name}"
+def _explain(name: str, error: Exception, kind: str) -> CheckpointError:
+    where = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     token = "the access token that is set here does not open it"
     if huggingface_hub.get_token() is None:
         token = "no access token is set here"
@@ -273,22 +281,26 @@ def _explain(name: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"{name!r} on the Hugging Face hub has no such revision: {where}")
     if isinstance(error, RepositoryNotFoundError):
         return CheckpointError(
-            f"the Hugging Face hub has no model {name!r}, or a private one, and {token} ({where}): "
-            f"check the name; for a private model {advice}"
+            f"the Hugging Face hub has no {kind} {name!r}, or a private one, and {token} "
+            f"({where}): check the name; for a private {kind} {advice}"
         )
     status = _status_of(error)
     if status in {401, 403}:
         return CheckpointError(
-            f"the Hugging Face hub does not let {name!r} be read (HTTP status {status}, {where}): "
+            f"the Hugging Face hub gives no access to {name!r} (HTTP status {status}, {where}): "
             f"{_text_of(error)}; check the access token: {advice}"
         )
     if isinstance(error, RemoteEntryNotFoundError):
         return CheckpointError(f"{name!r} on the Hugging Face hub: {_text_of(error)}")
-    return UnreachableError(
-        f"{name!r} is neither a local directory nor in the Hugging Face cache, and downloading it "
-        f"failed ({type(error).__name__}: {_text_of(error)}); check the name, the network and "
-        "the access token, or give a directory"
-    )
+    failed = f"downloading it failed ({type(error).__name__}: {_text_of(error)})"
+    if kind == "dataset":
+        text = (f"{name!r} is a dataset of the Hugging Face hub, and {failed}; check the name, the "
+                "network and HF_ENDPOINT, or give a directory")  # fmt: skip
+    else:
+        text = (f"{name!r} is neither a local directory nor in the Hugging Face cache, and "
+                f"{failed}; check the name, the network and the access token, or give a directory"
+                )  # fmt: skip
+    return UnreachableError(text)
 
 
 def _status_of(error: Exception) -> int | None:

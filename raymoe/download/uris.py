@@ -13,7 +13,7 @@ URI_CHARACTERS = "%/:@?&=+,;!$'()*~#"
 # Words of S3, Google Cloud Storage, Azure and Arrow; the first that is found counts.
 _NETWORK = "NETWORK_CONNECTION"
 _HELP = (
-    ("Unrecognized filesystem type", "it takes a path, or s3://, gs://, abfs://, hdfs://, file://"),
+    ("Unrecognized filesystem type", "it takes a path, or s3://, gs://, abfs://, hdfs://, hf://, file://"),
     ("libjvm", "hdfs needs JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     (r"NO_SUCH_BUCKET|Bucket '.*' not found|bucket does not exist|ContainerNotFound",
      "make the bucket or correct its name"),
@@ -71,5 +71,7 @@ def is_refusal(error: Exception) -> bool:
 def without_secrets(uri: str) -> str:
     """Return a URI without what is before an @ and behind a question mark: keys may be there."""
     scheme, _, rest = uri.partition("://")
+    if scheme == "hf":  # revision, configuration and split
+        return uri
     host, slash, path = rest.partition("?")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

@@ -26,6 +26,7 @@ from raymoe.data.status import read_status
 from raymoe.engine.identity import ModelIdentity
 from raymoe.report import is_report
 from raymoe.status_view import JobView
+from tests.hub import running_hub
 from tests.tiny import make_checkpoint
 from tests.unit.cli.test_sources import save_to_disk
 
@@ -543,3 +544,34 @@ def test_a_run_that_cannot_start_leaves_the_old_output_alone(capfd, tmp_path):
     basic = ("--model", tmp_path / "model", "--input", source, "--output", part.parent)
     assert refused(capfd, *basic, "--overwrite")[0] == 1
     assert part.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rows_of_the_hub_go_back_to_it_in_one_commit(model, tmp_path, monkeypatch):
+    records = [{"id": index, "prompt": f"row {index}"} for index in range(20)]
+    data = "".join(f"{json.dumps(record)}\n" for record in records).encode()
+    files = {"main/train.jsonl": data, "main/test.jsonl": data[:30]}
+    monkeypatch.chdir(tmp_path)
+    with running_hub() as hub:
+        for name, value in {**hub.environment(tmp_path / "home"), "HF_TOKEN": "mine"}.items():
+            monkeypatch.setenv(name, value)
+        hub.put("datasets/me/rows", files, token="mine", is_gated=True)
+        to = hub.put("datasets/me/answers", {}, token="mine", refusals=[403])
+        options = ("--model", model, "--id-column", "id", "--max-tokens", 4, "--ignore-eos",
+                   "--output", "hf://datasets/me/answers/out.jsonl")  # fmt: skip
+        source = "hf://datasets/me/rows"
+        several = generate(*options, "--input", source)
+        assert (several.returncode, "several splits: train, test;" in several.stderr) == (2, True)
+
+        options = (*options, "--input", f"{source}?split=train")
+        refused = generate(*options)
+        assert (refused.returncode, "--resume sends it" in refused.stderr) == (1, True)
+        assert "out.jsonl" not in to.files
+        sent = generate(*options, "--resume")
+        assert sent.returncode == 0, sent.stderr
+        assert "20 of 20 rows are already written" in sent.stderr
+        rows = [json.loads(line) for line in to.files["out.jsonl"].splitlines()]
+        assert sorted(row["id"] for row in rows) == [*range(20)]
+        assert {row["num_generated_tokens"] for row in rows} == {4}
+        assert to.num_commits == 1

@@ -65,7 +65,7 @@ def test_an_adapter_is_planned_as_its_base(hub) -> None:
         ("org/private", None, "or a private one, and no access token .* set HF_TOKEN on every", 1),
         ("org/gated", None, "'org/gated' is gated .*no access token is set here: accept its", 2),
         ("org/gated", "mine", "'org/gated' is gated .*does not open it: accept its conditions", 2),
-        ("org/demo", "expired", r"not let 'org/demo' be read \(HTTP status 401.*credentials", 1),
+        ("org/demo", "expired", r"no access to 'org/demo' \(HTTP status 401.*credentials", 1),
         ("org/pickled", None, "no weights in safetensors; .*bin holds pickled weights", 1),
         ("org/gguf", None, "no config.json; model-Q8_0.gguf holds a model of llama.cpp", 1),
         ("org/empty", None, "no config.json; it is no model of transformers", 1),
