@@ -1,0 +1,32 @@
+"""What the package says of itself is the same in each place."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+
+def test_pythons_are_those_that_wheels_are_built_for() -> None:
+    build = PYPROJECT["tool"]["cibuildwheel"]["build"]
+    built = [f"3.{minor}" for minor in re.findall(r"cp3(\d+)-", build)]
+    listed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert listed == built
+    assert PROJECT["requires-python"] == f">={built[0]}"
+
+
+def test_an_sdist_holds_what_is_under_version_control() -> None:
+    found = subprocess.run(
+        ["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"not a checkout: {found.stderr.strip()}")
+    first, *kept = PYPROJECT["tool"]["scikit-build"]["sdist"]["exclude"]
+    assert first == "/*"
+    names = {path.split("/")[0] for path in found.stdout.splitlines()}
+    assert sorted(kept) == sorted(f"!/{name}" for name in names)
