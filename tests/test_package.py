@@ -6,6 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+from raymoe._version import __version__
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -18,6 +21,15 @@ def test_pythons_are_those_that_wheels_are_built_for() -> None:
     listed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert listed == built
     assert PROJECT["requires-python"] == f">={built[0]}"
+
+
+def test_a_citation_names_authors_licence_and_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["title"] == PROJECT["name"]
+    assert citation["abstract"] == PROJECT["description"]
+    assert citation["authors"] == PROJECT["authors"]
+    assert citation["license"] == PROJECT["license"]
+    assert citation["version"] == __version__
 
 
 def test_an_sdist_holds_what_is_under_version_control() -> None:
