@@ -4,6 +4,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,3 +43,28 @@ def test_an_sdist_holds_what_is_under_version_control() -> None:
     assert first == "/*"
     names = {path.split("/")[0] for path in found.stdout.splitlines()}
     assert sorted(kept) == sorted(f"!/{name}" for name in names)
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read_workflow(path: Path) -> dict[Any, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def test_pull_requests_run_what_contributors_run() -> None:
+    workflow = read_workflow(ROOT / ".github" / "workflows" / "ci.yml")
+    assert "pull_request" in workflow[True]  # `on`, as YAML reads it
+    assert {"run": "bash .ci/run"} in workflow["jobs"]["ci"]["steps"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_publish_only_by_hand(path: Path) -> None:
+    """Secrets and tokens that write are for jobs that someone starts and the owner approves."""
+    workflow = read_workflow(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        text = yaml.safe_dump(job)
+        if re.search(r"secrets\.|: write|--push|gh-action-pypi-publish", text):
+            assert job["environment"] == "release"
+            assert "github.event_name == 'workflow_dispatch' && inputs." in job["if"]
