@@ -235,6 +235,7 @@ class Engine:
     _submitter: ThreadPoolExecutor | None = None  # of `agenerate`, from its first call
     _has_logged_memory = False
     _failure: ExecutionError | None = None  # guarded by `_changed`
+    _had_failed = False  # before it was closed
 
     def __init__(self, parts: EngineParts, config: EngineConfig | None = None) -> None:
         """Start an engine from loaded parts; `from_pretrained` is the usual way."""
@@ -794,16 +795,15 @@ class Engine:
         with self._changed:
             if self._is_closing:
                 return
-            self._is_closing = True
+            self._is_closing, self._had_failed = True, self._failure is not None
             self._changed.notify_all()
         if self._submitter is not None:
             self._submitter.shutdown(wait=False, cancel_futures=True)
         atexit.unregister(self.close)
-        is_stuck = self._failure is not None
-        if is_stuck:
+        if self._had_failed:
             self._parts.runner.interrupt()
         if threading.current_thread() is not self._thread:
-            self._thread.join(STUCK_JOIN_S if is_stuck else None)
+            self._thread.join(STUCK_JOIN_S if self._had_failed else None)
         self._watchdog.close()
         self._detokenizer.close()
         self._fail_all("the engine was closed before this row was finished", None)
@@ -883,7 +883,7 @@ class Engine:
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closing:
-            raise ExecutionError(_CLOSED)
+            raise self._failed("", None) if self._had_failed else ExecutionError(_CLOSED)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

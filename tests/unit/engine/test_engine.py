@@ -332,6 +332,9 @@ def test_a_failed_pass_fails_pending_and_later_rows_with_its_cause(make_engine):
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(ExecutionError, match="kernel exploded"):
         engine.generate([[2]], GREEDY)
+    engine.close()  # by another call, while this one was on its way
+    with pytest.raises(ExecutionError, match="RuntimeError: kernel exploded"):
+        engine.submit([[1]], GREEDY)
 
 
 def test_a_stuck_pass_fails_all_rows(make_engine):
