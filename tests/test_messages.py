@@ -27,6 +27,8 @@ OPTIONS_OF_OTHERS = {
     "--volume": "docker run",
     "--dry-run": "kubectl apply",
     "--dryrun": "sky jobs launch",
+    "--cpu-bind": "srun",
+    "--test-only": "sbatch",
     "--object-store-memory": "ray", "--cap-add": "docker", "--gpus": "docker", "--ulimit": "docker",
     "--shm-size": "docker",
     "--debug": "every command", "--help": "every command", "--version": "raymoe",

@@ -21,7 +21,8 @@ Write = Annotated[
     typer.Option(
         metavar="FILE",
         help="Write a file that runs the job on the node of --hardware, or on the cheapest of the "
-        "ranking: a cluster for Ray's launcher, a job for KubeRay or a task for SkyPilot.",
+        "ranking: a cluster for Ray's launcher, a job for KubeRay or SLURM, or a task for "
+        "SkyPilot.",
     ),
 ]
 WriteAs = Annotated[

@@ -1,4 +1,4 @@
-"""Files that run a planned job on a cluster: for Ray's launcher, KubeRay and SkyPilot.
+"""Files that run a planned job on a cluster: for Ray's launcher, KubeRay, SkyPilot and SLURM.
 
 A file is a template in `raymoe/assets/clusters` that is filled in with a `ClusterJob`; what the
 templates say as comments is where each value comes from.
@@ -27,6 +27,7 @@ KINDS = {
     "ray-gcp": "ray.yaml.jinja",
     "kuberay": "rayjob.yaml.jinja",
     "skypilot": "skypilot.yaml.jinja",
+    "slurm": "slurm.sh.jinja",
 }
 SHARED = "/data"  # the file system that all nodes see
 PLACEHOLDERS = (
@@ -35,6 +36,8 @@ PLACEHOLDERS = (
     "IMAGE_ID",
     "REGISTRY",
     "DIGEST",
+    "PARTITION",
+    "ACCOUNT",
 )  # for the user to replace
 COLUMNS = 100
 HEAD = {"aws": "m7i.2xlarge", "gcp": "n2-standard-8"}  # 8 vCPUs and 32 GiB
@@ -137,10 +140,10 @@ def kind_of(machine: Machine, given: str | None) -> str:
     if given is not None and given not in KINDS:
         raise UnknownOptionError(given, KINDS, "--write-as")
     kind = given or (f"ray-{machine.cloud}" if machine.cloud else "kuberay")
-    if kind != "kuberay" and not machine.cloud:
+    if kind not in {"kuberay", "slurm"} and not machine.cloud:
         raise ConfigError(
             f"--write-as {kind} needs an instance of a cloud, such as g6e.8xlarge or "
-            "a2-ultragpu-1g: name it with --hardware, or write for kuberay"
+            "a2-ultragpu-1g: name it with --hardware, or write for kuberay or slurm"
         )
     if kind.startswith("ray-") and kind != f"ray-{machine.cloud}":
         raise ConfigError(

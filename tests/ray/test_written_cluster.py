@@ -67,12 +67,26 @@ class Cloud:
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
+    def make_environment(self) -> None:
+        """That of the files; here it is the one that runs the tests."""
+        activate = Path(self.variables["HOME"]) / "raymoe-env" / "bin" / "activate"
+        activate.parent.mkdir(parents=True)
+        activate.touch()
+
     def here(self, text: str) -> str:
         """A command of the file, with what is here."""
         found = text.replace("/data", str(self.data)).replace("6379", str(self.port))
         return found.replace("--device cuda", "--device cpu")
 
     def start(self, command: str, *, is_head: bool, **variables: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["bash", "-c", self.here(command)],
+            env=self.variables | variables | {"MORE_OF_RAY": self.more_of_ray(is_head=is_head)},
+            start_new_session=True,
+        )
+
+    def more_of_ray(self, *, is_head: bool) -> str:
+        """Options of `ray start` for a node among others of this machine."""
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         more = [f"--{name}={port}" for name, port in ports.items()]
         more += ["--object-store-memory=150000000", "--node-ip-address=127.0.0.1"]
@@ -81,11 +95,7 @@ class Cloud:
             more += [f"--temp-dir={self.temporary}", "--include-dashboard=false"]
             if importlib.util.find_spec("grpc"):  # else Ray has no such server
                 more += [f"--ray-client-server-port={free_ports(1)[0]}"]
-        return subprocess.Popen(
-            ["bash", "-c", self.here(command)],
-            env=self.variables | variables | {"MORE_OF_RAY": shlex.join(more)},
-            start_new_session=True,
-        )
+        return shlex.join(more)
 
     def num_nodes(self) -> int:
         code = "import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))"
@@ -134,8 +144,7 @@ def written(cloud, path, *arguments):
     assert run(["plan", "--model", str(model), *job, *node, *arguments, "--write", str(path)]) == 0
     _write_prompts(cloud.data / "demo", NUM_ROWS, 0)
     shutil.move(cloud.data / "demo" / "prompts.parquet", cloud.data / "prompts.parquet")
-    text = path.read_text().replace("--engine-config schedule=resident", "--temperature 0")
-    return text, yaml.safe_load(text)
+    return path.read_text().replace("--engine-config schedule=resident", "--temperature 0")
 
 
 def check(cloud):
@@ -146,7 +155,8 @@ def check(cloud):
 
 
 def test_the_commands_of_a_cluster_start_a_head_and_a_worker(cloud, tmp_path):
-    text, content = written(cloud, tmp_path / "cluster.yaml", "--nodes", "1", "--spot")
+    text = written(cloud, tmp_path / "cluster.yaml", "--nodes", "1", "--spot")
+    content = yaml.safe_load(text)
     options = content["docker"]["run_options"]
     given = dict(one.removeprefix("--env=").split("=") for one in options if "--env=" in one)
     assert given == {"RAY_AUTH_MODE": "token"}
@@ -180,11 +190,9 @@ def test_the_commands_of_a_cluster_start_a_head_and_a_worker(cloud, tmp_path):
 
 def test_the_script_of_a_task_joins_two_nodes_and_runs_the_job(cloud, tmp_path):
     kind = ("--write-as", "skypilot", "--nodes", "2")
-    _, content = written(cloud, tmp_path / "task.yaml", *kind)
+    content = yaml.safe_load(written(cloud, tmp_path / "task.yaml", *kind))
     assert content["num_nodes"] == 2
-    home = Path(cloud.variables["HOME"])
-    (home / "raymoe-env" / "bin").mkdir(parents=True)
-    (home / "raymoe-env" / "bin" / "activate").touch()
+    cloud.make_environment()
     cloud.script("sudo", "true")
     cloud.script("pgrep", "exit 1")  # both nodes are this machine
     memory = f"--memory={content['run'].partition('--memory=')[2].split()[0]}"
@@ -198,4 +206,28 @@ def test_the_script_of_a_task_joins_two_nodes_and_runs_the_job(cloud, tmp_path):
     ]
     deadline_s = time.monotonic() + JOB_S
     assert [each.wait(max(1, deadline_s - time.monotonic())) for each in ranks] == [0, 0]
+    check(cloud)
+
+
+def test_the_script_of_slurm_starts_two_nodes_and_runs_the_job(cloud, tmp_path):
+    script = written(cloud, tmp_path / "job.sh", "--write-as", "slurm", "--nodes", "2")
+    cloud.make_environment()
+    # Runs what follows its options, as a node of its own.
+    cloud.script(
+        "srun",
+        'export MORE_OF_RAY="$MORE_OF_OTHERS"\n'
+        'while [ "${1#--}" != "$1" ]; do shift; done\n'
+        'exec "$@"',
+    )
+    address = "$(python -c 'import ray; print(ray.util.get_node_ip_address())')"
+    assert address in script
+    script = script.replace(address, "127.0.0.1")
+    memory = f"--memory={script.partition('--memory=')[2].split()[0]}"
+    script = script.replace(memory, f"--memory={SMALL['memory']} --num-cpus=2")
+    script = script.replace("--num-gpus=1", "--num-gpus=0")
+    started = cloud.start(
+        script, is_head=True, SLURM_JOB_NUM_NODES="2", SLURMD_NODENAME="here",
+        MORE_OF_OTHERS=cloud.more_of_ray(is_head=False),
+    )  # fmt: skip
+    assert started.wait(JOB_S) == 0
     check(cloud)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from raymoe.plan.cluster_file import KINDS, PLACEHOLDERS, Machine
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.rank import read_prices
 from raymoe.specs.files import is_hub_name, read_text
-from raymoe.specs.hardware import USABLE_FRACTION, hardware_preset
+from raymoe.specs.hardware import INSTANCES, USABLE_FRACTION, hardware_preset
 from raymoe.units import CURRENCY, GIB, MIB, format_bytes, format_money, format_seconds, parse_bytes
 
 MAX_PARTS = 100_000
@@ -94,13 +95,15 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc] # yaml has no types
 
 
 def read_cluster_file(path: Path) -> ClusterFile:
-    """Read a file for Ray's launcher, KubeRay or SkyPilot.
+    """Read a file for Ray's launcher, KubeRay, SkyPilot or SLURM.
 
     Raises:
         ConfigError: It is none of those, or lacks a field; says which.
     """
     text = read_text(path, what="the file", max_bytes=MIB)
     try:
+        if text.startswith("#!"):
+            return _of_slurm(path, text)
         content = yaml.load(text, _BoundedLoader)
         if isinstance(content, dict):
             if "available_node_types" in content:
@@ -119,8 +122,9 @@ def read_cluster_file(path: Path) -> ClusterFile:
             "plan --write writes there; write the file again and compare"
         ) from error
     raise ConfigError(
-        f"{path} is neither a cluster for Ray's launcher (available_node_types), a RayJob nor a "
-        "task for SkyPilot (resources and run); raymoe plan --write writes all three"
+        f"{path} is neither a cluster for Ray's launcher (available_node_types), a RayJob, a "
+        "task for SkyPilot (resources and run) nor a script for SLURM (#!); raymoe plan --write "
+        "writes all four"
     )
 
 
@@ -175,18 +179,44 @@ def _of_kuberay(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
 
 def _of_skypilot(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
     resources, script = content["resources"], content["run"]
-    memory = _values(script.split(), "--memory=")
-    lines = [line.strip() for line in script.replace("\\\n", " ").splitlines()]
-    commands = [line for line in lines if line.startswith("raymoe generate ")]
     return ClusterFile(
         path=path, text=text, content=content, kind="skypilot",
         instance=resources.get("instance_type"),
         num_nodes=int(content.get("num_nodes", 1)),
         is_spot=bool(resources.get("use_spot")),
-        memory_bytes=int(memory[0]) if memory else None,
+        memory_bytes=_memory(script),
         shared=tuple(_mounted(content.get("setup", "").splitlines())),
-        command=shlex.split(commands[-1])[2:] if commands else [],
+        command=_generate(script),
     )  # fmt: skip
+
+
+def _of_slurm(path: Path, text: str) -> ClusterFile:
+    options = _values(text.splitlines(), "#SBATCH ")
+    (num_nodes,) = _values(options, "--nodes=")
+    planned = _told(text, "raymoe plan ")
+    named = planned[planned.index("--hardware") + 1] if "--hardware" in planned else ""
+    return ClusterFile(
+        path=path, text=text, content={}, kind="slurm",
+        instance=named if named in INSTANCES else None,  # SLURM does not know it
+        num_nodes=int(num_nodes),
+        is_spot="--spot" in planned,
+        memory_bytes=_memory(text),
+        shared=tuple(_values(text.splitlines(), "srun --cpu-bind=none ls -d ")),
+        command=_generate(text),
+    )  # fmt: skip
+
+
+def _memory(script: str) -> int | None:
+    """What a script gives to actors of a node, in bytes; None if it does not say."""
+    memory = _values(script.split(), "--memory=")
+    return int(memory[0]) if memory else None
+
+
+def _generate(script: str) -> list[str]:
+    """The words behind `raymoe generate` in a script; empty if it is not there."""
+    lines = [line.strip() for line in script.replace("\\\n", " ").splitlines()]
+    commands = [line for line in lines if line.startswith("raymoe generate ")]
+    return shlex.split(commands[-1])[2:] if commands else []
 
 
 def _values(words: Sequence[str], start: str) -> list[str]:
@@ -234,7 +264,10 @@ def examine_file(path: Path) -> Iterator[Finding]:
 
 def _schema(file: ClusterFile) -> Outcome:
     if not file.kind.startswith("ray-"):
-        advice = "kubectl apply --dry-run=server -f, or sky jobs launch --dryrun, checks the fields"
+        advice = (
+            "kubectl apply --dry-run=server -f, sky jobs launch --dryrun or sbatch --test-only "
+            "checks the fields"
+        )
         return Outcome("only what the rows below need", Status.SKIPPED, advice)
     from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: PLC0415 - slow
 
@@ -247,7 +280,7 @@ def _placeholders(file: ClusterFile) -> Outcome:
         f"{name} in line {number}"
         for number, line in enumerate(file.text.splitlines(), 1)
         for name in PLACEHOLDERS
-        if not line.lstrip().startswith("#") and name in line
+        if re.match(r"\s*(#SBATCH|[^#\s])", line) and name in line
     ]
     if not lines:
         return Outcome("nothing")
@@ -257,7 +290,7 @@ def _placeholders(file: ClusterFile) -> Outcome:
 def _node(file: ClusterFile) -> Outcome:
     if file.instance is None:
         memory = "unknown" if file.memory_bytes is None else format_bytes(file.memory_bytes)
-        return Outcome(f"no instance is named; memory of a pod: {memory}")
+        return Outcome(f"no instance is named; memory of a node: {memory}")
     machine = Machine.find(file.instance, hardware_preset(file.instance))
     found = f"{file.instance}: {machine}"
     if file.memory_bytes is None or file.memory_bytes <= machine.memory_gib * GIB:

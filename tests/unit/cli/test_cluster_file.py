@@ -103,7 +103,7 @@ def test_options_of_the_plan_reach_the_job_and_doctor_finds_the_rest(
         assert statuses(found).keys() <= expected.keys(), old
 
 
-@pytest.mark.parametrize("kind", ["ray-aws", "kuberay", "skypilot"])
+@pytest.mark.parametrize("kind", ["ray-aws", "kuberay", "skypilot", "slurm"])
 def test_doctor_reads_each_kind(kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = here / "file.yaml"
     job = ("--hardware", "g6e.8xlarge", "--spot", "--nodes", "3", "--write-as", kind)
@@ -136,6 +136,19 @@ def test_spot_nodes_of_google_cloud_are_found_in_both_of_its_forms(
         config["scheduling"] = scheduling
         path.write_text(yaml.safe_dump(content))
         assert f"({kind}, prices of" in findings(capsys, path)["cost"]["value"]
+
+
+def test_slurm_takes_nodes_that_no_cloud_has(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = here / "job.sh"
+    assert plan("--hardware", "a100", "--write-as", "slurm", "--write", str(path)) == 0
+    path.write_text(path.read_text().replace("PARTITION", "gpu").replace("ACCOUNT", "mine"))
+    found = findings(capsys, path)
+    assert statuses(found) == {"schema": "skipped", "plan": "skipped", "cost": "skipped"}
+    assert "no instance is named; memory of a node: " in found["node"]["value"]
+    path.write_text(path.read_text().replace("ls -d /data/", "ls -d /scratch/"))
+    assert statuses(findings(capsys, path))["rows and journal"] == "failed"
 
 
 def test_a_pod_is_planned_with_the_memory_that_it_gets() -> None:
@@ -264,7 +277,7 @@ def test_aliases_are_counted_before_they_are_followed(
 def test_names_are_quoted_in_comments_and_begin_no_line(here: Path) -> None:
     name = "tiny " + "x" * 60 + " raymoe plan --install-completion; rm -rf $HOME"
     (here / "tiny").rename(here / name)
-    for number, kind in enumerate(("ray-gcp", "kuberay", "skypilot")):
+    for number, kind in enumerate(("ray-gcp", "kuberay", "skypilot", "slurm")):
         path = here / f"a; reboot {number}.yaml"
         job = ["plan", "--model", name, *JOB, "--schedule", "resident", "--hardware", A100]
         assert run([*job, "--output", "gs://jobs/o", "--write", str(path), "--write-as", kind]) == 0

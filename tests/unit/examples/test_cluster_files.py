@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 CLUSTERS = (ROOT / "cluster.yaml", EXAMPLES / "cluster-gcp.yaml")
 RAYJOB, SKYPILOT = EXAMPLES / "kuberay-rayjob.yaml", EXAMPLES / "skypilot.yaml"
-WRITTEN = (*CLUSTERS, RAYJOB, SKYPILOT)
+SLURM = EXAMPLES / "slurm.sh"
+WRITTEN = (*CLUSTERS, RAYJOB, SKYPILOT, SLURM)
 STORAGE, DOCKERFILE = EXAMPLES / "kuberay-storage.yaml", EXAMPLES / "Dockerfile"
 USER, GROUP = 1000, 100  # of rayproject/ray: docker/base-deps/Dockerfile of Ray
 TEXT, BOOL, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
@@ -249,7 +250,7 @@ def test_comments_give_commands_that_exist() -> None:
     """Of the files themselves, line by line: what is told to be run names files that are there."""
     for path in (*WRITTEN, STORAGE, DOCKERFILE):
         told = re.findall(r"^# {2,}(\w.*)$", path.read_text(), re.MULTILINE)
-        named = set(re.findall(r"\S+\.(?:yaml|py)\b|\S*Dockerfile", "\n".join(told)))
+        named = set(re.findall(r"\S+\.(?:yaml|py|sh)\b|\S*Dockerfile", "\n".join(told)))
         assert [one for one in named if not (ROOT / one).exists()] == []
         assert told
 
@@ -332,6 +333,48 @@ def test_skypilot_takes_the_task(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 g6e.8xlarge True {'strategy': 'FAILOVER'")
     assert "num_nodez" in parse(text.replace("num_nodes: ", "num_nodez: ")).stderr
+
+
+# What SLURM runs on the nodes of an allocation, and Ray, say which words they were given.
+PROGRAMS = {
+    "srun": 'echo "srun $*" >> "$CALLS"',
+    "ray": 'echo "ray $*" >> "$CALLS"',
+    "raymoe": 'echo "raymoe $*" >> "$CALLS"; exit 3',
+    # The address of the head; then the nodes that are alive, all once the others have started.
+    "python": 'case "$*" in *address*) echo 10.0.0.1;; '
+    '*) grep -q -- --block "$CALLS" && echo 3;; esac',
+    "sleep": "true",
+}
+
+
+def test_the_script_of_slurm_starts_ray_on_each_node_once(tmp_path: Path) -> None:
+    text = SLURM.read_text()
+    options, commands = text.split("set -euo pipefail")
+    assert "#SBATCH" not in commands  # SLURM reads none behind the first command
+    assert all(line.startswith("#") for line in options.splitlines() if line)
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n#SBATCH --exclusive\n" in options
+    for name, lines in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    activate = tmp_path / "raymoe-env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    variables = {"HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"),
+                 "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+                 "SLURMD_NODENAME": "first", "SLURM_JOB_NUM_NODES": "3"}  # fmt: skip
+    done = subprocess.run(["bash", SLURM], env=os.environ | variables, check=False, timeout=60)
+    assert done.returncode == 3  # that of the command
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "srun --cpu-bind=none ls -d /data/"
+    (head,) = (call for call in calls if call.startswith("ray start --head --port=6379 "))
+    (others,) = (call for call in calls if " ray start " in call)
+    assert others.startswith("srun --nodes=2 --ntasks=2 --exclude=first --cpu-bind=none ")
+    assert "ray start --address=10.0.0.1:6379 --block" in others
+    of_node = "--num-gpus=1 --memory=274877906944 --object-store-memory=8000000000"
+    assert head.endswith(of_node)
+    assert others.endswith(of_node)
+    (command,) = (call for call in calls if call.startswith("raymoe "))
+    assert check(command, "generate")["num_actors"] == 3
 
 
 def is_in_the_image(path: str) -> bool:
