@@ -362,7 +362,7 @@ def test_the_script_of_slurm_starts_ray_on_each_node_once(tmp_path: Path) -> Non
     variables = {"HOME": str(tmp_path), "CALLS": str(tmp_path / "calls"),
                  "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
                  "SLURMD_NODENAME": "first", "SLURM_JOB_NUM_NODES": "3"}  # fmt: skip
-    done = subprocess.run(["bash", SLURM], env=os.environ | variables, check=False)
+    done = subprocess.run(["bash", SLURM], env=os.environ | variables, check=False, timeout=60)
     assert done.returncode == 3  # that of the command
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "srun --cpu-bind=none ls -d /data/"
