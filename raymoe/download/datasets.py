@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import huggingface_hub
-from fsspec.utils import glob_translate
 from huggingface_hub import constants
 from pyarrow import fs
 
@@ -227,9 +227,32 @@ def _parts_of_card(configs: Iterable[Mapping[str, Any]], names: Sequence[str]) -
             patterns.setdefault(split, []).extend(_listed(each.get("path") if is_split else each))
         for split, globs in patterns.items():
             wanted = [str(PurePosixPath(directory, str(glob))) for glob in globs]
-            matches = [re.compile(glob_translate(glob)).match for glob in wanted]
-            found = tuple(name for name in names if any(match(name) for match in matches))
+            found = tuple(name for name in names if any(_fits(name, glob) for glob in wanted))
             yield Part(_name(config), split, found)
+
+
+def _fits(name: str, glob: str) -> bool:
+    """Whether a glob means a file, each segment by itself; ``**`` is any number of directories.
+
+    A regular expression of the whole glob, which is a stranger's, may need any time.
+    """
+    parts = glob.split("/")
+
+    def with_empty(states: Iterable[int]) -> set[int]:
+        reached = set(states)
+        for state in range(min(reached, default=0), len(parts)):
+            if state in reached and parts[state] == "**":
+                reached.add(state + 1)
+        return reached
+
+    states = with_empty([0])
+    for segment in name.split("/"):
+        states = with_empty(
+            state + (parts[state] != "**")
+            for state in states
+            if state < len(parts) and (parts[state] == "**" or fnmatchcase(segment, parts[state]))
+        )
+    return len(parts) in states
 
 
 def _parts_of_names(names: Sequence[str], directory: str) -> Iterator[Part]:

@@ -3,14 +3,18 @@
 import io
 import json
 import pickle
+import random
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.utils import glob_translate
 from huggingface_hub.errors import HTTPError
 
 from raymoe.cli.sources import find_files, open_source
 from raymoe.cli.storage import Location
+from raymoe.download import datasets
 from raymoe.errors import ConfigError
 from tests.hub import COMMIT, used_hub
 
@@ -171,3 +175,17 @@ def read(file):
 def lose(file):
     with file.explained("read"):
         raise HTTPError("no route")
+
+
+def test_globs_of_cards_are_those_of_fsspec_and_take_no_time():
+    chance = random.Random(3)
+    parts = ["a", "b", "ab", "*", "?", "a*", "*b", "[ab]", "[!a]", "**"]
+    for _ in range(3000):
+        glob = "/".join(chance.choices(parts, k=chance.randint(1, 4)))
+        name = "/".join(chance.choices(["a", "b", "ab", "ba"], k=chance.randint(1, 4)))
+        expected = re.compile(glob_translate(glob)).match(name) is not None
+        if not glob.endswith("**"):  # what it means of the directory itself is nobody's question
+            assert datasets._fits(name, glob) == expected, (glob, name)
+    hostile = "a" * 200
+    assert not datasets._fits(hostile, "*a" * 100 + "*b")
+    assert not datasets._fits("/".join(hostile), "**/a/" * 60 + "b")
