@@ -278,7 +278,7 @@ def check_bfloat16(spec: ModelSpec, num_seeds: int = 4) -> None:
         ours.append(relative_error(run(load(spec, weights, torch.bfloat16), tokens), exact))
         plain.append(relative_error(low, exact))
     assert sum(ours) <= 2 * sum(plain)
-    assert sum(plain) < num_seeds / 4  # else nothing was shown
+    assert sum(plain) < num_seeds / 5  # else nothing was shown
 
 
 def test_float16_agrees_with_float64() -> None:
