@@ -55,10 +55,6 @@ def wildcard(pattern: str) -> re.Pattern[str]:
     return compiled_pattern(expression, rf"(?:{expression})(?:\..*)?$")
 
 
-def is_matched(module: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    return is_any(patterns, spellings_of(module))
-
-
 def is_any(patterns: Iterable[re.Pattern[str]], spellings: Set[str]) -> bool:
     return any(pattern.match(name) for pattern in patterns for name in spellings)
 

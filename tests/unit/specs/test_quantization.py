@@ -17,9 +17,10 @@ from raymoe.errors import UnsupportedModelError
 from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.module_patterns import (
-    is_matched,
+    is_any,
     name_or_expression,
     prefix_or_suffix,
+    spellings_of,
     wildcard,
 )
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
@@ -527,8 +528,8 @@ def test_modules_are_known_by_the_names_of_models_that_wrap_theirs() -> None:
         ("language_model.model.layers.1.mlp.*", "model.layers.1.mlp.gate_proj"),
         ("language_model*", "model.layers.2.mlp.gate_proj"),
     ):
-        assert is_matched(module, [wildcard(pattern)])
-        assert not is_matched("visual.blocks.0.mlp", [wildcard(pattern)])
+        assert is_any([wildcard(pattern)], spellings_of(module))
+        assert not is_any([wildcard(pattern)], spellings_of("visual.blocks.0.mlp"))
 
 
 def test_modules_are_known_by_the_names_of_their_family() -> None:
@@ -537,8 +538,9 @@ def test_modules_are_known_by_the_names_of_their_family() -> None:
         ("w2", "model.layers.1.mlp.experts.0.down_proj"),
         ("model.layers.1.mlp.shared_mlp", "model.layers.1.mlp.shared_expert.up_proj"),
     ):
-        assert is_matched(module, [prefix_or_suffix(pattern)])
-        assert not is_matched("model.layers.1.self_attn.q_proj", [prefix_or_suffix(pattern)])
+        assert is_any([prefix_or_suffix(pattern)], spellings_of(module))
+        others = spellings_of("model.layers.1.self_attn.q_proj")
+        assert not is_any([prefix_or_suffix(pattern)], others)
 
 
 def test_modules_are_known_by_the_names_under_which_their_family_stores_them() -> None:
