@@ -408,7 +408,7 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
         raise ConfigError(f"{name} is {value!r}; it takes True, False or a mapping")
     stage = {"enabled": True} | {key: one for key, one in value.items() if one is not None}
     sizes = [f"{key}={one!r:.60}" for key, one in stage.items() if key in _STAGE_SIZES]
-    if sizes:
+    if sizes and stage["enabled"]:
         logger.warning("%s has %s, without effect: the engine's actors do this work",
                        name, ", ".join(sizes))  # fmt: skip
     for key, one in stage.items() if stage["enabled"] else ():
