@@ -281,6 +281,8 @@ def check_before_start() -> None:
 LOOK_EVERY_S, PATIENCE_S, REPEAT_S = 1.0, 5.0, 60.0
 # Of one actor. Ray starts one whose process ends again and again, without a limit.
 MAX_RESTARTS_WHILE_LOADING = 3
+# Each, before any of the pool has loaded. Ray counts those of the pool, and allows none.
+MAX_ERRORS_WHILE_LOADING = 2
 
 
 class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types here
@@ -296,10 +298,14 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
     def before_execution_starts(self, executor: Any) -> None:
         # These are private in Ray, which has no public equivalent; its versions are pinned.
         stages = [_stage(operator) for operator in executor._topology]  # noqa: SLF001
-        generators = filter(_is_generator, executor._topology)  # noqa: SLF001 - as above
-        self._pools = [PoolWatch(operator) for operator in generators]
+        states = executor._topology.items()  # noqa: SLF001 - as above
+        self._pools = [PoolWatch(*one) for one in states if _is_generator(one[0])]
         if not self._pools:
             return
+        context = executor._data_context  # noqa: SLF001 - as above
+        if context.max_consecutive_actor_init_deaths == 0:  # else a user has chosen
+            limit = MAX_ERRORS_WHILE_LOADING * max(pool.size for pool in self._pools)
+            context.max_consecutive_actor_init_deaths = limit
         nodes = [Node.of(node) for node in ray.nodes() if node["Alive"]]
         to_come = nodes_to_come(nodes)
         problem = find_problem(stages, [*nodes, *to_come])
@@ -327,23 +333,35 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
 
 
 class PoolWatch:
-    """Says what the actors of a generator wait for, and when fewer run than were planned for."""
+    """Says what the actors of a generator wait for, and when fewer run than were planned for.
 
-    def __init__(self, operator: Any) -> None:
+    Args:
+        state: That of the operator in Ray's executor, with the blocks that wait for it.
+    """
+
+    def __init__(self, operator: Any, state: Any) -> None:
         self._name = operator.name
         (self._pool,) = operator.get_autoscaling_actor_pools()
         self._each = _stage(operator).each
         self._plan = _plan_of(operator)
-        share_by_speed(self._pool, self._plan)
+        self._shares = share_by_speed(self._pool, self._plan, state.total_enqueued_input_blocks)
         self._num_told = None if self._plan is None else self._plan.num_actors
         self._says_at_s: float | None = None
         self._num_running, self._runs_since_s = 0, 0.0
 
+    @property
+    def size(self) -> int:
+        """The most actors."""
+        return int(self._pool.max_size())
+
     def look(self, now_s: float) -> None:
-        num_pending = self._pool.num_pending_actors()
-        num_waiting = len(self._without_place()) if num_pending else 0
-        if num_pending and not self._pool.num_running_actors():
-            self._refuse_endless_restarts()
+        pending = self._pending() if self._pool.num_pending_actors() else []
+        nodes = [node for node in (_node_of(actor) for actor in pending) if node]
+        num_waiting = len(pending) - len(nodes)
+        if self._shares is not None:
+            self._shares.loading = nodes
+        if not self._pool.num_running_actors():
+            self._refuse_endless_restarts(pending)
         if not num_waiting:
             self._says_at_s = None
         elif self._says_at_s is None:
@@ -351,36 +369,35 @@ class PoolWatch:
         elif now_s >= self._says_at_s:
             self._says_at_s = now_s + REPEAT_S
             logger.warning("%s", self._wait(num_waiting))
-        self._compare(now_s, is_loading=num_pending > num_waiting)
+        self._compare(now_s, is_loading=bool(nodes))
 
-    def _without_place(self) -> list[str]:
-        """Return the pending actors that no node has taken; the others load."""
-        actors = self._pending("PENDING_CREATION")
-        return [name for name, actor in actors.items() if not _is_placed(actor)]
-
-    def _refuse_endless_restarts(self) -> None:
+    def _refuse_endless_restarts(self, pending: Iterable[Mapping[str, Any]]) -> None:
         """End a job of which no actor has ever loaded and one has died again and again."""
-        restarts = [actor["NumRestarts"] for actor in self._pending("RESTARTING").values()]
-        if max(restarts, default=0) > MAX_RESTARTS_WHILE_LOADING:
+        restarts = max((actor["NumRestarts"] for actor in pending), default=0)
+        if restarts > MAX_RESTARTS_WHILE_LOADING:
             raise ExecutionError(
-                f"the process of an actor of {self._name} has ended {max(restarts)} times while it "
+                f"the process of an actor of {self._name} has ended {restarts} times while it "
                 "loaded the model, without an error of its own. Ray's logs of the node say why: "
                 "mostly it had too little memory, or a node was taken away. Reduce "
                 "host_memory_bytes, or take nodes with more memory"
             )
 
-    def _pending(self, state: str) -> dict[str, Mapping[str, Any]]:
-        """Return Ray's entries of the actors that have not finished loading, in a state."""
+    def _pending(self) -> list[Mapping[str, Any]]:
+        """Return Ray's entries of the actors that have not loaded, for the first time or again."""
         ids = {handle._actor_id.hex() for handle in self._pool._pending_actors.values()}  # noqa: SLF001
-        actors = ray._private.state.actors(actor_state_name=state)  # noqa: SLF001
-        return {name: actors[name] for name in ids & actors.keys()}
+        return [
+            actor
+            for state in ("PENDING_CREATION", "RESTARTING")
+            for name, actor in ray._private.state.actors(actor_state_name=state).items()  # noqa: SLF001
+            if name in ids
+        ]
 
     def _wait(self, num_waiting: int) -> str:
         nodes = ray._private.state.available_resources_per_node().values()  # noqa: SLF001
         free = max(map(_of_stage, nodes), key=self._share, default=_of_stage({}))
         names = [name for name, amount in self._each.items() if amount]
         return (
-            f"waiting for {_shown(self._each)} for {num_waiting} of {self._pool.max_size()} actors "
+            f"waiting for {_shown(self._each)} for {num_waiting} of {self.size} actors "
             f"of {self._name}: {_shown(free, names)} free; other jobs may hold the rest"
         )
 
@@ -400,7 +417,7 @@ class PoolWatch:
             self._num_told, seconds = running, self._plan.seconds_with(running)
             logger.warning(
                 "%d of %d actors of %s run: the job is predicted to take %s after loading",
-                running, self._pool.max_size(), self._name, format_seconds(seconds),
+                running, self.size, self._name, format_seconds(seconds),
             )  # fmt: skip
 
 
@@ -419,8 +436,10 @@ def _plan_of(operator: Any) -> TimedJob | None:
     return next((plan for plan in plans if plan is not None), None)
 
 
-def _is_placed(actor: Mapping[str, Any]) -> bool:
-    return bool(actor["Address"]["IPAddress"])
+def _node_of(actor: Mapping[str, Any]) -> str:
+    """Return Ray's name of the node on which an actor loads; "" if none has taken it."""
+    address = actor["Address"]
+    return str(address["NodeID"]) if address["IPAddress"] else ""
 
 
 def _of_stage(node: Mapping[str, float]) -> Resources:

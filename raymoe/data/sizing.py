@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 notebook_logger = logging.getLogger("ray.data.raymoe")
 
 NO_PROGRESS_TIMEOUT_S = 6 * 3600  # one slow micro-batch or a large load moves no block
-# In a row, of one operator: a node that is taken away while it loads costs one. Ray allows none.
-MAX_DEATHS_WHILE_LOADING = 3
 
 
 def configure_data_context(
@@ -115,8 +113,6 @@ def configure_data_context(
     context.memory_usage_poll_interval_s = (
         None  # the thread of each task would measure the same process
     )
-    if context.max_consecutive_actor_init_deaths == 0:
-        context.max_consecutive_actor_init_deaths = MAX_DEATHS_WHILE_LOADING
     register_callbacks(context)
     if checkpoint_path is not None:
         context.checkpoint_config = CheckpointConfig(
@@ -195,9 +191,10 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         model_source, config, workload, cluster, num_actors=num_actors,
         min_actors=min_actors, batch_size=batch_size,
     )  # fmt: skip
-    batch_size, calls = _choose_sizes(plan, rows_in_flight, batch_size, pool[1])
+    rows = rows_in_flight or _default_rows(plan, job)
+    batch_size, calls = _choose_sizes(rows, batch_size, pool[1])
     calls = min(calls, rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size))
-    job = _with_tasks(job, options, rows_in_flight, batch_size)
+    job = _with_tasks(job, rows_in_flight, batch_size)
     _show(workload, found, cluster)
     engine = {"engine_config": _handed_down(config, job), "max_concurrent_calls": calls}
     return OperatorKwargs({
@@ -525,23 +522,14 @@ def _job_of_kinds(
     return PoolPlan((num_actors, num_actors), config, actor, job, cpus)
 
 
-def _with_tasks(
-    job: JobPlan | None, options: Mapping[str, Any], rows_in_flight: int | None, batch_size: int
-) -> JobPlan | None:
-    """Limit the tasks of an actor on each kind of node to what its plan has room for.
-
-    Also to its part of a small job, so that the first one that has loaded leaves the others theirs.
-    """
+def _with_tasks(job: JobPlan | None, rows_in_flight: int | None, batch_size: int) -> JobPlan | None:
+    """Limit the tasks of an actor on each kind of node to what its plan has room for."""
     if job is None or not job.kinds:
         return job
-    num_samples = as_sampling_params(options.get("sampling_params")).n  # a workload counts them
 
     def tasks_of(kind: KindPlan) -> int:
         rows = rows_in_flight or ROWS_PER_SEQUENCE * kind.plan.policy.max_num_seqs
-        tasks = _num_tasks(min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size)))
-        if job.workload is None:
-            return tasks
-        return min(tasks, ceil_div(kind.plan.workload.num_rows, batch_size * num_samples))
+        return _num_tasks(min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size)))
 
     kinds = (dataclasses.replace(kind, num_tasks=tasks_of(kind)) for kind in job.kinds)
     return dataclasses.replace(job, kinds=tuple(kinds))
@@ -706,17 +694,19 @@ def _num_taken(ds: "Dataset", cluster: Cluster) -> int:
     return sum(map(int, sizes))
 
 
-def _choose_sizes(
-    plan: "ActorPlan | None", rows_in_flight: int | None, batch_size: int | None, num_actors: int
-) -> tuple[int, int]:
-    """Return the rows of one call, and how many calls an actor runs at once."""
-    rows = rows_in_flight or _default_rows(plan)
+def _choose_sizes(rows: int, batch_size: int | None, num_actors: int) -> tuple[int, int]:
+    """Return the rows of one call, and how many calls an actor with these rows runs at once."""
     batch_size = batch_size or rows_of_a_call(rows, num_actors)
     return batch_size, min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
 
 
-def _default_rows(plan: "ActorPlan | None") -> int:
-    return DEFAULT_ROWS if plan is None else ROWS_PER_SEQUENCE * plan.max_num_seqs
+def _default_rows(plan: "ActorPlan | None", job: JobPlan | None) -> int:
+    """Return the rows in flight of an actor: of that with the most sequences, if nodes differ."""
+    if plan is None:
+        return DEFAULT_ROWS
+    kinds = () if job is None else job.kinds
+    seqs = [plan.max_num_seqs, *(kind.plan.policy.max_num_seqs for kind in kinds)]
+    return ROWS_PER_SEQUENCE * max(seqs)
 
 
 def _for_nodes(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def find_workload(
     """Return the rows of a dataset as far as that is cheap, else None.
 
     The first rows are read, through stages of tasks if there are any. A stage of actors, such as
-    another generator, is not run for it. The number of rows comes from what Ray knows.
+    another generator, is not run for it.
 
     Raises:
         ConfigError: The rows lack a column that the reader needs.
@@ -50,10 +50,17 @@ def find_workload(
     tables = [table for table in tables if table.num_rows]
     if not tables:
         return None
-    num_rows = ds._meta_count() or MANY_ROWS  # noqa: SLF001 - as above
     sample = pa.concat_tables(tables, promote_options="permissive")
+    num_rows = sample.num_rows if sample.num_rows < SAMPLED_ROWS else _count(ds)
     reader.check_schema(sample.schema)  # in the user's words, before an actor starts
     return workload_of(sample, num_rows, model_source, reader)
+
+
+def _count(ds: "Dataset") -> int:
+    """Return the rows of a dataset by what Ray knows, or by the footers of its Parquet files."""
+    dag = ds._logical_plan.dag  # noqa: SLF001 - as above
+    is_parquet = str(getattr(dag, "datasource_name", "")).startswith("Parquet")
+    return (ds.count() if is_parquet else ds._meta_count()) or MANY_ROWS  # noqa: SLF001 - as above
 
 
 def find_columns(ds: "Dataset") -> list[str] | None:

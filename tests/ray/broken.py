@@ -1,5 +1,6 @@
 """Operators whose engine breaks; a module of its own, because workers import it."""
 
+import contextlib
 from pathlib import Path
 
 from raymoe.data.generator import MoEGenerator
@@ -27,6 +28,17 @@ class NeverLoads(MoEGenerator):
         with Path(mark).open("a") as file:
             file.write("loads\n")
         raise OSError("no such weights here")
+
+
+class LoadsLate(MoEGenerator):
+    """The first loads fail, whichever actors have them."""
+
+    def __init__(self, *args, mark, num_failures, **kwargs):
+        for number in range(num_failures):
+            with contextlib.suppress(FileExistsError):
+                Path(f"{mark}-{number}").touch(exist_ok=False)
+                raise OSError("not yet")
+        super().__init__(*args, **kwargs)
 
 
 class BreaksAlways(MoEGenerator):

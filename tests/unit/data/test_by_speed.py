@@ -1,7 +1,8 @@
-"""Rows of a pool go to the actor that ends them soonest."""
+"""Each actor of a pool gets its part of the rows."""
 
 from types import SimpleNamespace
 
+import pytest
 import ray
 
 from raymoe.data.by_speed import share_by_speed
@@ -12,30 +13,48 @@ NODES = {"a": FAST, "b": SLOW, "new": {"CPU": 1.0}}
 
 
 class Pool:
-    """Three actors of Ray Data, on nodes of these names."""
+    """Three actors of Ray Data, on nodes of these names, and tasks that wait for one."""
 
     def __init__(self, *nodes, largest=3):
-        self._running_actors = {
-            number: SimpleNamespace(num_tasks_in_flight=0, actor_location=name)
-            for number, name in enumerate(nodes)
-        }
-        self._alive_actors_to_in_flight_tasks_heap = dict.fromkeys(self._running_actors)
+        self._running_actors = {}
+        self._alive_actors_to_in_flight_tasks_heap = {}
         self.max_size = lambda: largest
+        self.num_waiting = 0
+        for name in nodes:
+            self.add(name)
+
+    def add(self, name):
+        actor = len(self._running_actors)
+        state = SimpleNamespace(num_tasks_in_flight=0, actor_location=name)
+        self._running_actors[actor] = state
+        self._alive_actors_to_in_flight_tasks_heap[actor] = 0
 
     def min_size(self):
         return 3
+
+    def max_tasks_in_flight_per_actor(self):
+        return 90
+
+    def num_tasks_in_flight(self):
+        return sum(state.num_tasks_in_flight for state in self._running_actors.values())
 
     def select_actors(self):
         return "Ray's"
 
     def hand_out(self, count):
-        for _ in range(count):
-            self._running_actors[self.select_actors()].num_tasks_in_flight += 1
+        """Let so many more tasks wait, and hand out what the actors take."""
+        self.num_waiting += count
+        while self.num_waiting:
+            actor = self.select_actors()
+            if actor is None:
+                break
+            self._running_actors[actor].num_tasks_in_flight += 1
+            self.num_waiting -= 1
         return [state.num_tasks_in_flight for state in self._running_actors.values()]
 
 
 def plan():
-    kinds = ((FAST, 6.0, 90), (SLOW, 2.0, 20))
+    kinds = ((FAST, 6.0, 99), (SLOW, 2.0, 20))
     return SimpleNamespace(kinds=[
         SimpleNamespace(speed=speed, num_tasks=most,
                         nodes=SimpleNamespace(nodes=[Node(resources=resources)]))
@@ -43,22 +62,54 @@ def plan():
     ])  # fmt: skip
 
 
-def test_each_actor_gets_tasks_by_the_speed_of_its_node(monkeypatch):
+@pytest.fixture
+def share(monkeypatch):
+    nodes = [{"NodeID": one, "Resources": NODES[one]} for one in NODES]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    return lambda pool, of_job: share_by_speed(pool, of_job, lambda: pool.num_waiting)
+
+
+def test_each_actor_gets_tasks_by_the_speed_of_its_node(share):
     """A node that nobody has planned for counts as the slowest."""
-    monkeypatch.setattr(
-        ray, "nodes", lambda: [{"NodeID": one, "Resources": NODES[one]} for one in NODES]
-    )
     pool = Pool("a", "b", "new")
-    share_by_speed(pool, plan())
+    share(pool, plan())
     assert pool.hand_out(50) == [30, 10, 10]
-    assert pool.hand_out(80) == [90, 20, 20]  # as many as each has room for
+    assert pool.hand_out(100) == [90, 20, 20]  # as many as each has room for
     assert pool.select_actors() is None
     del pool._alive_actors_to_in_flight_tasks_heap[0]  # it restarts
     pool._running_actors[2].num_tasks_in_flight = 0
     assert pool.select_actors() == 2
 
 
-def test_other_pools_are_left_to_ray():
-    for pool, of_job in ((Pool("a"), None), (Pool("a", largest=4), plan())):
-        share_by_speed(pool, of_job)
-        assert pool.select_actors() == "Ray's"
+def test_actors_that_load_find_their_part(share):
+    pool = Pool("b")
+    shares = share(pool, plan())
+    shares.loading = ["a", "new"]
+    assert pool.hand_out(10) == [2]
+    assert pool.hand_out(10) == [4]
+    pool.add("a")
+    shares.loading = ["new"]
+    assert pool.hand_out(0) == [4, 12]
+    shares.loading = []  # its node is gone: the others take what it would have had
+    assert pool.hand_out(0) == [5, 15]
+
+
+def test_an_actor_without_a_task_may_have_one(share):
+    pool = Pool("b")
+    share(pool, plan()).loading = ["a", "a"]
+    assert pool.hand_out(1) == [1]
+
+
+def test_like_nodes_share_evenly(share):
+    for of_job in (None, SimpleNamespace(kinds=())):
+        pool = Pool("a", "b")
+        shares = share(pool, of_job)
+        shares.loading = ["new"]
+        assert pool.hand_out(30) == [10, 10]
+        assert pool.hand_out(900) == [90, 90]
+
+
+def test_ranges_are_left_to_ray(share):
+    pool = Pool("a", largest=4)
+    assert share(pool, plan()) is None
+    assert pool.select_actors() == "Ray's"

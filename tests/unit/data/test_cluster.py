@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.data import ActorPoolStrategy, DataContext
+from ray.data import ActorPoolStrategy
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymoe.config import EngineConfig
@@ -15,7 +15,7 @@ from raymoe.data import sizing
 from raymoe.data.cluster import Cluster
 from raymoe.data.generator import MoEGenerator
 from raymoe.data.nodes import GROUP_LABEL, NODE_LABEL, NodeGroup
-from raymoe.data.sizing import configure_data_context, map_batches_kwargs, plan_job
+from raymoe.data.sizing import map_batches_kwargs, plan_job
 from raymoe.errors import ConfigError
 from raymoe.specs.hardware import hardware_preset
 from raymoe.specs.workload import Workload
@@ -386,11 +386,3 @@ def test_a_planned_job_counts_the_places_too(mixtral):
     four = Cluster(num_nodes=4, num_cpus=256, num_gpus=0, memory_bytes=4 * 230 * GB)
     planned = plan_job(mixtral, EngineConfig(device="cpu"), workload, four, num_actors="auto")
     assert (planned.num_actors, planned.num_nodes) == (4, 4)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")  # makes its own context
-def test_nodes_that_are_lost_while_they_load_end_no_job():
-    context = configure_data_context(context=DataContext())
-    assert context.max_consecutive_actor_init_deaths == 3
-    context.max_consecutive_actor_init_deaths = 7
-    assert configure_data_context(context=context).max_consecutive_actor_init_deaths == 7

@@ -63,10 +63,14 @@ def test_what_finds_no_room_is_named_with_figures(stages, nodes, reasons):
         assert reason in problem
 
 
+class Operator(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def operator(fn, cpu):
     each = SimpleNamespace(cpu=cpu, gpu=None, memory=None)
-    pool = SimpleNamespace(min_size=lambda: 1)
-    return SimpleNamespace(
+    pool = SimpleNamespace(min_size=lambda: 1, max_size=lambda: 2)
+    return Operator(
         name=f"MapBatches({fn.__name__})",
         min_scheduling_resources=lambda: each,
         get_autoscaling_actor_pools=lambda: [pool],
@@ -82,12 +86,16 @@ class OfSomebodyElse:
     pass
 
 
-def start(monkeypatch, fn, *, num_nodes=1, autoscaler=None):
+def start(monkeypatch, fn, *, num_nodes=1, autoscaler=None, deaths=0):
     nodes = [{"Alive": True, "Resources": NODE}] * num_nodes
     monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"Alive": False, "Resources": {}}])
     monkeypatch.setattr(ray._private.state.state, "get_cluster_config", lambda: autoscaler)
-    executor = SimpleNamespace(_topology=[operator(fn, 15)] * (num_nodes + 1))
+    operators = [operator(fn, 15) for _ in range(num_nodes + 1)]
+    state = SimpleNamespace(total_enqueued_input_blocks=lambda: 0)
+    context = SimpleNamespace(max_consecutive_actor_init_deaths=deaths)
+    executor = SimpleNamespace(_topology=dict.fromkeys(operators, state), _data_context=context)
     CheckFit().before_execution_starts(executor)
+    return context.max_consecutive_actor_init_deaths
 
 
 def test_a_pipeline_on_one_machine_is_refused_and_elsewhere_warned_of(monkeypatch, caplog):
@@ -102,7 +110,12 @@ def test_a_pipeline_on_one_machine_is_refused_and_elsewhere_warned_of(monkeypatc
 
 
 def test_pipelines_without_a_generator_are_left_alone(monkeypatch):
-    start(monkeypatch, OfSomebodyElse)
+    assert start(monkeypatch, OfSomebodyElse) == 0
+
+
+def test_each_actor_may_fail_twice_before_any_has_loaded(monkeypatch):
+    assert start(monkeypatch, Own, num_nodes=2) == 2 * 2  # pools have at most two
+    assert start(monkeypatch, Own, num_nodes=2, deaths=7) == 7
 
 
 class Pool:
@@ -130,11 +143,17 @@ class Pool:
 
     max_size = min_size
 
+    def max_tasks_in_flight_per_actor(self):
+        return 90
+
     def table(self, actor_state_name):
         wanted = actor_state_name == "RESTARTING"
         return {
             str(index): {
-                "Address": {"IPAddress": "10.0.0.1" if state == "placed" else ""},
+                "Address": {
+                    "IPAddress": "10.0.0.1" if state == "placed" else "",
+                    "NodeID": "a" if state == "placed" else "",
+                },
                 "NumRestarts": self.num_restarts,
             }
             for index, state in enumerate(self.states)
@@ -165,7 +184,8 @@ def watch(monkeypatch):
                 min_scheduling_resources=lambda: each,
                 get_autoscaling_actor_pools=lambda: [pool],
                 _logical_operators=[logical],
-            )
+            ),
+            SimpleNamespace(total_enqueued_input_blocks=lambda: 0),
         )
 
     return make
@@ -184,6 +204,7 @@ def test_actors_that_find_no_room_on_a_busy_cluster_are_told_of_with_figures(wat
     (text,) = said(caplog, watched, range(30))
     assert "waiting for 1 CPU + 1.50 GiB of memory for 1 of 2 actors of Write" in text
     assert "0.5 CPU + 1.00 GiB of memory free" in text  # of the node that has most
+    assert watched._shares.loading == ["a"]
     assert len(said(caplog, watched, range(30, 160))) == 2
     pool.states = ("placed", "placed")  # the model loads, however long
     assert not said(caplog, watched, range(160, 300))
