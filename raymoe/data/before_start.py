@@ -62,17 +62,30 @@ def known_columns(operator: Any) -> KnownColumns:
     return KnownColumns(names=(), is_complete=False)
 
 
+def is_generator(operator: Any) -> bool:
+    """Whether a logical operator of Ray Data is a stage of `MoEGenerator` or a subclass."""
+    fn = getattr(operator, "fn", None)
+    return isinstance(fn, type) and issubclass(fn, MoEGenerator)
+
+
+def named_options(operator: Any) -> dict[str, Any] | None:
+    """Return the arguments of a stage's generator that have names; None for other stages.
+
+    A subclass with its own ``__init__`` may have others besides, and add some of `MoEGenerator`.
+    """
+    return dict(operator.fn_constructor_kwargs or {}) if is_generator(operator) else None
+
+
 def generator_options(operator: Any) -> dict[str, Any] | None:
     """Return all arguments of a stage's `MoEGenerator` by name; None for other stages.
+
+    Also for a subclass with its own ``__init__``, which may give it any.
 
     Raises:
         ConfigError: An argument that `MoEGenerator` does not have, or that is missing.
     """
-    fn = getattr(operator, "fn", None)
-    if not (isinstance(fn, type) and issubclass(fn, MoEGenerator)):
+    if not is_generator(operator) or operator.fn.__init__ is not MoEGenerator.__init__:
         return None
-    if fn.__init__ is not MoEGenerator.__init__:
-        return None  # a subclass has arguments of its own
     return check_arguments(operator.fn_constructor_args or (), operator.fn_constructor_kwargs or {})
 
 
@@ -100,10 +113,10 @@ class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no 
         # These are private in Ray, which has no public equivalent; its versions are pinned.
         try:
             found = [
-                (stage, operator, given, _check(logical, given))
+                (stage, operator, _check(logical))
                 for stage, operator in enumerate(executor._topology)  # noqa: SLF001
                 for logical in operator._logical_operators  # noqa: SLF001
-                if (given := generator_options(logical)) is not None
+                if is_generator(logical)
             ]
         except RaymoeError as error:
             raise as_users_error(error) from None
@@ -111,10 +124,10 @@ class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no 
             return
         dataset = executor._dataset_id  # noqa: SLF001
         self._span = JobSpan(dataset)
-        for stage, operator, options, columns in found:
+        for stage, operator, has_equal_rows in found:
             name = executor._get_operator_id(operator, stage)  # noqa: SLF001
             arguments: dict[str, Any] = {OPERATOR_KEY: (dataset, name, self._span.headers)}
-            if _may_have_equal_samples(options, columns):
+            if has_equal_rows:
                 arguments[KEY] = self._start_counter(), stage
             operator.add_map_task_kwargs_fn(functools.partial(dict, arguments))
 
@@ -142,11 +155,15 @@ class PrepareGenerators(ExecutionCallback):  # type: ignore[misc]  # Ray has no 
             self._span.end(error)
 
 
-def _check(operator: Any, options: Mapping[str, Any]) -> KnownColumns:
-    """Refuse a generator that cannot work; returns the columns of its rows."""
+def _check(operator: Any) -> bool:
+    """Refuse a generator that cannot work; returns whether it may have equal rows to count."""
+    options = generator_options(operator)
+    if options is None:
+        return True  # nobody knows here
     given = {name: value for name, value in options.items() if name != "model_source"}
     check_options(options["model_source"], given)
-    return check_rows(operator.input_dependencies[0], options["model_source"], given)
+    columns = check_rows(operator.input_dependencies[0], options["model_source"], given)
+    return _may_have_equal_samples(options, columns)
 
 
 def _may_have_equal_samples(options: Mapping[str, Any], columns: KnownColumns) -> bool:

@@ -13,9 +13,8 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util import get_node_ip_address
 
 from raymoe.data.address import check_address
-from raymoe.data.before_start import as_users_error
+from raymoe.data.before_start import as_users_error, is_generator
 from raymoe.data.by_speed import share_by_speed
-from raymoe.data.generator import MoEGenerator
 from raymoe.data.nodes import Kind, Node, nodes_to_come
 from raymoe.data.remote_args import RemoteArgs, describe_lack, find_nodes
 from raymoe.errors import ExecutionError, InfeasiblePlanError, RaymoeError
@@ -299,7 +298,7 @@ class CheckFit(ExecutionCallback):  # type: ignore[misc]  # Ray has no types her
         # These are private in Ray, which has no public equivalent; its versions are pinned.
         stages = [_stage(operator) for operator in executor._topology]  # noqa: SLF001
         states = executor._topology.items()  # noqa: SLF001 - as above
-        self._pools = [PoolWatch(*one) for one in states if _is_generator(one[0])]
+        self._pools = [PoolWatch(*one) for one in states if _generates(one[0])]
         if not self._pools:
             return
         context = executor._data_context  # noqa: SLF001 - as above
@@ -486,9 +485,8 @@ def _stage(operator: Any) -> Stage:
     )
 
 
-def _is_generator(operator: Any) -> bool:
-    functions = [getattr(one, "fn", None) for one in operator._logical_operators]  # noqa: SLF001
-    return any(isinstance(fn, type) and issubclass(fn, MoEGenerator) for fn in functions)
+def _generates(operator: Any) -> bool:
+    return any(map(is_generator, operator._logical_operators))  # noqa: SLF001
 
 
 def _size(stage: Stage) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 
-from raymoe.data.before_start import as_users_error, generator_options
+from raymoe.data.before_start import as_users_error, named_options
 from raymoe.data.bucket import Bucket
 from raymoe.data.bucket_lease import BucketLease
 from raymoe.errors import RaymoeError
@@ -24,7 +24,7 @@ class UseJournals(ExecutionCallback):  # type: ignore[misc]  # Ray has no types 
         stages = [logical for operator in executor._topology  # noqa: SLF001
                   for logical in operator._logical_operators]  # noqa: SLF001  # fmt: skip
         try:
-            for options in filter(None, map(generator_options, stages)):
+            for options in filter(None, map(named_options, stages)):
                 if options.get("journal_dir") is not None:
                     self._use(str(options["journal_dir"]), has_ids=bool(options.get("id_column")))
         except RaymoeError as error:

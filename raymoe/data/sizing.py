@@ -19,7 +19,7 @@ from raymoe.config import (
     as_sampling_params,
     with_base,
 )
-from raymoe.data.before_start import check_rows, generator_options
+from raymoe.data.before_start import check_rows, is_generator
 from raymoe.data.callbacks import register_callbacks
 from raymoe.data.cluster import Cluster, check_before_start
 from raymoe.data.generator import check_options
@@ -690,7 +690,7 @@ def _num_taken(ds: "Dataset", cluster: Cluster) -> int:
     # A node without a GPU has room for two, if it is the only one: see `Cluster.cpus_for`.
     if cluster.num_nodes == 1:
         return 0
-    sizes = [one.compute.min_size for one in stages if generator_options(one) is not None]
+    sizes = [one.compute.min_size for one in stages if is_generator(one)]
     return sum(map(int, sizes))
 
 

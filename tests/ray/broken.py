@@ -1,9 +1,22 @@
-"""Operators whose engine breaks; a module of its own, because workers import it."""
+"""Operators of tests, most of which break; a module of its own, because workers import it."""
 
 import contextlib
+import os
 from pathlib import Path
 
+import numpy as np
+
 from raymoe.data.generator import MoEGenerator
+
+
+class Marked(MoEGenerator):
+    """Has an argument of its own, and says which process has answered."""
+
+    def __init__(self, *args, num_marks, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, batch):
+        return {**super().__call__(batch), "process": np.full(len(batch["prompt"]), os.getpid())}
 
 
 class BreaksOnce(MoEGenerator):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from raymoe.memory.shared_file import DIRECTORY, PREFIX, SharedFile
@@ -86,17 +87,41 @@ def test_an_actor_that_is_killed_at_twenty_random_moments(cases, tiny_model, tmp
 
 def test_an_actor_that_is_killed_three_times_while_it_loads(cases, tiny_model, tmp_path):
     rows, expected = cases(320)
-    loads = tmp_path / matrix.LOADS
     with small_cluster(2):
         job = Job(tiny_model, rows, tmp_path, matrix.LoadsSlowly)
         for number in range(3):
-            limit_s = time.monotonic() + 120
-            while matrix.num_lines(loads) <= number:
-                assert time.monotonic() < limit_s, "nothing loads"
-                time.sleep(0.1)
-            os.kill(int(loads.read_text().split()[number]), signal.SIGKILL)
+            os.kill(process_that_loads(tmp_path, number), signal.SIGKILL)
         assert job.rows() == expected
-    assert matrix.num_lines(loads) == 4
+    assert matrix.num_lines(tmp_path / matrix.LOADS) == 4
+
+
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_a_node_that_is_taken_away_while_an_actor_loads_on_it(
+    cases, tiny_model, tmp_path, num_actors
+):
+    """The other node has room for its actor, or has one that does all rows."""
+    rows, expected = cases(320)
+    with small_cluster(2) as (cluster, nodes):
+        job = Job(tiny_model, rows, tmp_path, matrix.LoadsSlowly, num_actors=num_actors)
+        parents = {one.pid for one in psutil.Process(process_that_loads(tmp_path, 0)).parents()}
+        (node,) = (one for one in nodes if raylet_of(one) in parents)
+        cluster.remove_node(node, allow_graceful=False)
+        assert job.rows() == expected
+    assert matrix.num_lines(tmp_path / matrix.LOADS) == 2
+
+
+def process_that_loads(place, number):
+    """The process that begins to load after so many others."""
+    loads, limit_s = place / matrix.LOADS, time.monotonic() + 120
+    while matrix.num_lines(loads) <= number:
+        assert time.monotonic() < limit_s, "nothing loads"
+        time.sleep(0.1)
+    return int(loads.read_text().split()[number])
+
+
+def raylet_of(node):
+    (info,) = node.all_processes["raylet"]
+    return info.process.pid
 
 
 @pytest.mark.parametrize("num_killed", [1, 2])

@@ -17,6 +17,7 @@ from ray.exceptions import UserCodeException
 
 import raymoe
 from raymoe.errors import ConfigError, UnknownOptionError
+from tests.ray.broken import Marked
 
 pytestmark = [
     pytest.mark.ray,
@@ -28,11 +29,11 @@ OPTIONS = {
 }
 
 
-def plain(ds, model, options=None, **kwargs):
+def plain(ds, model, options=None, *, operator=raymoe.MoEGenerator, **kwargs):
     constructor = {"model_source": str(model), **OPTIONS, **(options or {})}
     kwargs = {"concurrency": 1, **kwargs}
     raymoe.configure_data_context(context=ds.context)  # has generators checked before they start
-    return ds.map_batches(raymoe.MoEGenerator, fn_constructor_kwargs=constructor, **kwargs)
+    return ds.map_batches(operator, fn_constructor_kwargs=constructor, **kwargs)
 
 
 @pytest.mark.slow
@@ -199,6 +200,17 @@ def test_equal_rows_of_two_actors_share_no_sample_through_a_kill_and_a_resume(
     for path in tmp_path.glob("rows-*"):
         path.unlink()
     assert run(5, kills=True) == whole
+
+
+@pytest.mark.slow
+def test_equal_rows_of_a_subclass_with_arguments_of_its_own_share_no_sample(local_ray, tiny_model):
+    ds = ray.data.from_items([{"prompt": f"row {i % 4}"} for i in range(80)], override_num_blocks=8)
+    pool = ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2)
+    options = {"sampling_params": {"max_tokens": 12}, "num_marks": 2}
+    kwargs = {"operator": Marked, "compute": pool, "concurrency": None, "batch_size": 10}
+    rows = plain(ds, tiny_model, options, **kwargs).take_all()
+    assert len({(row["prompt"], tuple(row["generated_tokens"])) for row in rows}) == 80
+    assert len({row["process"] for row in rows}) == 2
 
 
 def kill_an_actor():

@@ -13,10 +13,15 @@ from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.data.buckets import make_bucket
 
 
-def pipeline(*stages):
+class Own(MoEGenerator):
+    def __init__(self, *args, own, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def pipeline(*stages, fn=MoEGenerator):
     """The executor of Ray Data for stages with these options."""
     logical = [
-        SimpleNamespace(fn=MoEGenerator, fn_constructor_args=("m",), fn_constructor_kwargs=options)
+        SimpleNamespace(fn=fn, fn_constructor_args=("m",), fn_constructor_kwargs=options)
         for options in stages
     ]
     other = SimpleNamespace(fn=len)
@@ -45,6 +50,13 @@ def test_a_second_pipeline_is_refused_until_the_first_has_ended(buckets):
     second.before_execution_starts(pipeline({"journal_dir": "s3://jobs/b"}, JOB))
     second.after_execution_succeeds(None)
     assert [len(bucket.sizes()) for bucket in buckets.values()] == [2, 2]
+
+
+def test_a_subclass_with_arguments_of_its_own_has_the_lease_too(buckets):
+    use = UseJournals()
+    use.before_execution_starts(pipeline({**JOB, "own": 1}, fn=Own))
+    assert BucketLease(buckets["s3://jobs/a"]).is_held()
+    use.after_execution_succeeds(None)
 
 
 def test_an_actor_says_when_no_driver_has_the_lease(caplog):
