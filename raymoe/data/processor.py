@@ -22,6 +22,7 @@ from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal_place import place_of
 from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.remote_args import take_remote_args
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
@@ -116,7 +117,7 @@ def _generated_from(
     template: PromptTemplate, ds: "Dataset", model: str | Path, options: Mapping[str, Any]
 ) -> "Dataset":
     """Return the answers to prompts of a template, without the column of its errors."""
-    fetch_for_plan(model)
+    fetch_for_plan(model, runtime_env=take_remote_args(dict(options)).get("runtime_env"))
     template.check_model(model)
     names = find_columns(ds)
     if names is not None:

@@ -5,6 +5,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raymoe.assets import demo_model_path
+from raymoe.cli import run
 from raymoe.cli.pipeline import check_model
 from raymoe.config import EngineConfig
 from raymoe.data import model_files
@@ -50,6 +51,26 @@ def test_the_command_refuses_without_weights_too(hub) -> None:
     assert hub.downloads() == []
     with pytest.raises(CheckpointError, match="no model 'org/missing'"):
         check_model("org/missing", {}, EngineConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", "no model 'org/missing'"),
+        ("gated", "is gated"),
+        ("mamba", "'mamba' is not supp"),
+    ],
+)
+def test_the_command_refuses_before_ray_starts(hub, tmp_path, capsys, name, said) -> None:
+    hub.put("org/gated", DEMO, token="yours", is_gated=True)
+    hub.put("org/mamba", {"config.json": b'{"model_type": "mamba"}', "model.safetensors": b""})
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    options = ["--model", f"org/{name}", "--input", str(rows), "--output", str(output)]
+    assert run(["generate", *options]) != 0
+    assert said in capsys.readouterr().err
+    assert not ray.is_initialized()
+    assert not output.exists()
 
 
 class Nodes:
