@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 
 from raymoe.data.generator import MoEGenerator
+
+
+PLACE = "RAYMOE_TEST_PLACE"  # a variable with a directory
 
 
 class Marked(MoEGenerator):
@@ -17,6 +21,17 @@ class Marked(MoEGenerator):
 
     def __call__(self, batch):
         return {**super().__call__(batch), "process": np.full(len(batch["prompt"]), os.getpid())}
+
+
+class WaitsForOthers(MoEGenerator):
+    """Answers nothing before each of four actors has been called."""
+
+    def __call__(self, batch):
+        place = Path(os.environ[PLACE])
+        (place / str(os.getpid())).touch()
+        while len(list(place.iterdir())) < 4:
+            time.sleep(0.1)
+        return super().__call__(batch)
 
 
 class BreaksOnce(MoEGenerator):

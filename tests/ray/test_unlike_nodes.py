@@ -11,10 +11,12 @@ from ray.cluster_utils import Cluster
 
 import raymoe
 from raymoe.config import EngineConfig
+from raymoe.data import processor
 from raymoe.data.sizing import map_batches_kwargs
 from raymoe.data.status import ENDED, read_status
 from raymoe.specs.workload import Workload
 from raymoe.units import GIB, MIB
+from tests.ray.broken import PLACE, WaitsForOthers
 
 pytestmark = [
     pytest.mark.ray,
@@ -28,7 +30,7 @@ MANY = Workload(num_rows=1_000_000, prompt_tokens=20, generated_tokens=8)
 
 
 @pytest.fixture(scope="module")
-def unlike_nodes():
+def unlike_nodes(tmp_path_factory):
     common = {"include_dashboard": False, "object_store_memory": 100 * MIB}
     system = {"prestart_worker_first_driver": False}  # else a process for each of the CPUs
     head = {"num_cpus": 0, "_system_config": system, **common}
@@ -37,12 +39,16 @@ def unlike_nodes():
         for num_cpus in CPUS:
             cluster.add_node(num_cpus=num_cpus, memory=2 * GIB, **common)
         cluster.wait_for_nodes()
-        path = str(Path(raymoe.__file__).parents[1])
+        places = Path(raymoe.__file__).parents[1], Path(__file__).parents[2]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            PLACE: str(tmp_path_factory.mktemp("called")),
+        }
         ray.init(
             address=cluster.address,
             log_to_driver=False,
             logging_level="error",
-            runtime_env={"env_vars": {"PYTHONPATH": path + os.pathsep + str(Path.cwd())}},
+            runtime_env={"env_vars": variables},
         )
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield
@@ -67,11 +73,11 @@ def rows_by_cpus(status_dir):
     return {cpus[node_of[actor.pid]]: actor.rows.num_rows for actor in actors}
 
 
-def test_each_node_gets_rows_by_its_speed(unlike_nodes, tmp_path):
-    """Engines wait for more rows, and none is done before all of them have loaded."""
+def test_each_node_gets_rows_by_its_speed(unlike_nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(processor, "MoEGenerator", WaitsForOthers)
     num_rows = ROWS_PER_TASK * NUM_TASKS
     ds = raymoe.generate(
-        rows(num_rows), raymoe.demo_model_path(), workload=MANY, max_tokens=2, linger_s=40.0,
+        rows(num_rows), raymoe.demo_model_path(), workload=MANY, max_tokens=2,
         batch_size=ROWS_PER_TASK, status_dir=tmp_path, engine_config={"num_threads": 1},
     )  # fmt: skip
     assert sorted(row["id"] for row in ds.take_all()) == list(range(num_rows))
