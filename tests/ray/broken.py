@@ -9,7 +9,6 @@ import numpy as np
 
 from raymoe.data.generator import MoEGenerator
 
-
 PLACE = "RAYMOE_TEST_PLACE"  # a variable with a directory
 
 
