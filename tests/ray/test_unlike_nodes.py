@@ -1,5 +1,6 @@
 """A job on a head without CPUs and four nodes of unlike speed: who gets which rows."""
 
+import math
 import os
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray's cluster for tests
 ]
 CPUS = (12, 8, 4, 2)
-ROWS_PER_TASK, NUM_TASKS = 16, 52
+ROWS_PER_TASK, NUM_TASKS = 16, 104
 MANY = Workload(num_rows=1_000_000, prompt_tokens=20, generated_tokens=8)
 
 
@@ -88,8 +89,9 @@ def test_each_node_gets_rows_by_its_speed(unlike_nodes, tmp_path, monkeypatch):
     assert found.keys() == speeds.keys()
     print(f"rows by CPUs: {found}; tokens/s: {speeds}")  # noqa: T201 - what the run is read for
     for cpus, speed in speeds.items():
-        part = num_rows * speed / sum(speeds.values())
-        assert found[cpus] == pytest.approx(part, abs=1.5 * ROWS_PER_TASK)
+        part = math.ceil(NUM_TASKS * speed / sum(speeds.values()))
+        # Others, whose parts are rounded up too, may have taken one each from the last to load.
+        assert part - len(CPUS) < found[cpus] / ROWS_PER_TASK <= part
 
 
 def test_a_job_of_few_rows_has_fewer_actors_and_says_why(unlike_nodes):
