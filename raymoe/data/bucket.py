@@ -99,15 +99,15 @@ class Bucket:
             return False
         return True
 
-    def read(self, name: str) -> bytes:
-        """Return an object.
+    def read(self, name: str, num_bytes: int | None = None) -> bytes:
+        """Return an object, or as many bytes of its begin, if it has so many.
 
         Raises:
             FileNotFoundError: There is none.
             BucketError: It cannot be read.
         """
         with self._explained("read", name, FileNotFoundError):
-            return bytes(self.filesystem.cat_file(self._at(name)))
+            return bytes(self.filesystem.cat_file(self._at(name), 0, num_bytes))
 
     def sizes(self, directory: str = "") -> dict[str, int]:
         """Return the bytes of each object by its name, sorted.

@@ -1,26 +1,39 @@
-"""A journal in a bucket: what a process finishes in some seconds becomes one object.
+"""A journal in a bucket: what a process finishes is put into objects of its own.
 
-The objects have the form of the files of other journals. Nothing is appended to or locked, so that
-put, list and read are enough; the driver's lease (`raymoe.data.bucket_lease`) needs a put that
-fails where there is an object already.
+An object begins with an index, so that a process that opens the journal reads no answers. It is
+put again, with what came since, until it is full: then a job of days has thousands of objects and
+not millions, each of which costs whoever opens the journal a round trip. Records keep their places.
+
+    magic, number of rows, checksum    of the index
+    half a key, place                  of each row; places are bytes behind the index
+    records                            as in the files of other journals
+
+Nothing is appended to or locked, so that put, list and read are enough; the driver's lease
+(`raymoe.data.bucket_lease`) needs a put that fails where there is an object already.
 """
 
 import contextlib
 import io
 import logging
+import struct
 import threading
 import time
 import uuid
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath, PurePosixPath
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
 from raymoe.data.bucket import Bucket
 from raymoe.data.journal import (
-    MAGIC,
+    HALF_BYTES,
     NOBODY,
+    OFFSET_BITS,
     PREFIX,
     SUFFIX,
     SYNC_EVERY_S,
@@ -32,17 +45,44 @@ from raymoe.data.journal import (
     check_interval,
     has_error,
     pack_record,
-    read_records,
+    read_records_from,
 )
-from raymoe.units import MIB, format_bytes
+from raymoe.units import KIB, MIB, format_bytes
 
-PUT_BYTES = 4 * MIB  # are put before their time has come
+MAGIC = b"raymoeo1"
+PUT_BYTES = 4 * MIB  # are put before their time has come, and are the last of their object
 MAX_WAITING_BYTES = 256 * MIB  # of a store that is away; what comes then is not recorded
 RETRY_AFTER_S, RETRY_LAST_AFTER_S = 1.0, (1.0, 4.0, 15.0)
 NUM_READERS = 16  # each object takes a round trip
+FIRST_BYTES = 64 * KIB  # hold the index of most objects
 KEPT_BYTES = 64 * MIB  # of objects that rows were looked up in: the next rows are near
 
+_HEAD = struct.Struct(f"<{len(MAGIC)}sII")
+_ENTRY = struct.Struct(f"<{HALF_BYTES}sI")
+_ENTRIES = np.dtype([("half", "<u8"), ("offset", "<u4")])
+
 logger = logging.getLogger(__name__)
+
+
+def _pack_object(index: bytearray, records: bytearray) -> bytes:
+    return _HEAD.pack(MAGIC, len(index) // _ENTRY.size, zlib.crc32(index)) + index + records
+
+
+def _index_bytes(data: bytes) -> int:
+    """Return how long an object is up to the end of its index; raises `DamagedRecordError`."""
+    if len(data) < _HEAD.size or not data.startswith(MAGIC):
+        raise DamagedRecordError("it does not begin as an object of a journal does")
+    _, num_rows, _ = _HEAD.unpack_from(data)
+    return _HEAD.size + int(num_rows) * _ENTRY.size
+
+
+def _read_index(data: bytes) -> npt.NDArray[np.void]:
+    """Return the entries of an object's index; raises `DamagedRecordError`."""
+    entries = memoryview(data)[_HEAD.size : _index_bytes(data)]
+    _, num_rows, checksum = _HEAD.unpack_from(data)
+    if len(entries) < num_rows * _ENTRY.size or zlib.crc32(entries) != checksum:
+        raise DamagedRecordError("its index is damaged")
+    return np.frombuffer(entries, _ENTRIES).copy()  # without the rest of what was read
 
 
 class ObjectWriter(JournalWriter):
@@ -50,8 +90,9 @@ class ObjectWriter(JournalWriter):
 
     def __init__(self, bucket: Bucket, *, sync_every_s: float, on_written: OnWritten) -> None:
         self._bucket, self._prefix = bucket, PREFIX + uuid.uuid4().hex
-        self._number, self._data = 0, bytearray(MAGIC)
-        self._places: list[Place] = []
+        self._number = 0  # of the object that grows, as do its parts:
+        self._index, self._records = bytearray(), bytearray()
+        self._places: list[Place] = []  # what of it is not in the bucket yet
         self._num_asked = self._num_answered = 0  # guarded by `_changed`
         super().__init__(bucket, sync_every_s=sync_every_s, on_written=on_written)
 
@@ -73,17 +114,19 @@ class ObjectWriter(JournalWriter):
         return 0.0 if self._num_asked > self._num_answered else super()._sync_due_s()
 
     def _append_bytes(self, data: bytes) -> int:
-        if len(self._data) + len(data) > MAX_WAITING_BYTES and self._is_failing:
+        if len(self._records) + len(data) > MAX_WAITING_BYTES and self._is_failing:
             raise OSError(
-                f"{format_bytes(len(self._data))} wait for the store, and no more are kept"
+                f"{format_bytes(len(self._records))} wait for the store, and no more are kept"
             )
-        begin = len(self._data)
-        self._data += data
+        begin = len(self._records)
+        self._records += data
         return begin
 
     def _publish(self, places: Sequence[Place]) -> None:
         self._places += places
-        if len(self._data) >= PUT_BYTES and not self._is_failing:
+        for key, offset in places:
+            self._index += _ENTRY.pack(key[:HALF_BYTES], offset)
+        if len(self._records) >= PUT_BYTES and not self._is_failing:
             self._sync()
 
     def _sync(self) -> None:
@@ -100,9 +143,15 @@ class ObjectWriter(JournalWriter):
     def _put(self) -> None:
         if self._places:
             path = PurePosixPath(f"{self._prefix}-{self._number:06d}{SUFFIX}")
-            self._bucket.put(path.name, bytes(self._data))
+            self._bucket.put(path.name, _pack_object(self._index, self._records))
             self._on_written(path, self._places)
-            self._number, self._data, self._places = self._number + 1, bytearray(MAGIC), []
+            self._places = []
+            if len(self._records) >= PUT_BYTES:
+                self._number, self._index, self._records = (
+                    self._number + 1,
+                    bytearray(),
+                    bytearray(),
+                )
             self._note_success()
         self._unsynced_since_s = None
 
@@ -125,7 +174,7 @@ class BucketJournal(Journal):
     _writer: ObjectWriter
 
     def __init__(self, bucket: Bucket, *, sync_every_s: float = SYNC_EVERY_S) -> None:
-        """Read what is there.
+        """Read which rows are there.
 
         Args:
             sync_every_s: Rows are put this often, and when the journal closes.
@@ -137,29 +186,55 @@ class BucketJournal(Journal):
         check_interval(sync_every_s)
         super().__init__()
         self.bucket = bucket
-        self._guard = threading.Lock()  # of the two below
+        self._guard = threading.Lock()  # of the next line
         self._kept: OrderedDict[str, Future[bytes]] = OrderedDict()
-        self._kept_bytes = 0
-        self._read_all(list(row_objects(bucket)))
+        self._read_indexes(row_objects(bucket))
         logger.info("journal %s: %s", bucket, self.contents)
         self._writer = ObjectWriter(bucket, sync_every_s=sync_every_s, on_written=self._add_places)
 
     def save(self, timeout_s: float | None = None) -> None:
         self._writer.save(timeout_s)
 
-    def _read_all(self, names: Sequence[str]) -> None:
+    def _read_indexes(self, sizes: dict[str, int]) -> None:
+        halves, places = [], []
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            for begin in range(0, len(names), NUM_READERS):  # so that few are in memory at once
-                some = names[begin : begin + NUM_READERS]
-                wait([pool.submit(self._read_object, name) for name in some])
-                for name in some:
-                    self._read_file(PurePosixPath(name))
+            found = pool.map(self._try_read_index, sizes)
+            for number, (name, index) in enumerate(zip(sizes, found, strict=True)):
+                self._numbers[PurePosixPath(name)] = number
+                if isinstance(index, Exception):
+                    self.contents.num_ignored_bytes += sizes[name]
+                    self.contents.num_damaged_files += 1
+                    logger.warning(
+                        "journal object %s: %s; its %s are ignored and their rows generated again",
+                        name, index, format_bytes(sizes[name]),
+                    )  # fmt: skip
+                    continue
+                halves.append(index["half"].astype(np.uint64))
+                places.append(index["offset"] + np.uint64(number << OFFSET_BITS))
+        if halves:
+            self._index.add_all(np.concatenate(halves), np.concatenate(places))
+        self.contents.num_files = len(sizes)
+        self.contents.num_rows = sum(map(len, halves))
+
+    def _try_read_index(self, name: str) -> npt.NDArray[np.void] | Exception:
+        try:
+            data = self.bucket.read(name, FIRST_BYTES)
+            if _index_bytes(data) > len(data):
+                data = self.bucket.read(name, _index_bytes(data))
+            return _read_index(data)
+        except (OSError, DamagedRecordError) as error:
+            return error
 
     def _open(self, path: PurePath) -> io.BufferedReader:
-        return _as_file(self._read_object(path.name))
+        return _as_file(self._read_records(path.name))
 
-    def _read_object(self, name: str) -> bytes:
-        """Return an object; several calls that need it at once read it once."""
+    def _add_places(self, path: PurePath, places: Sequence[Place]) -> None:
+        with self._guard:
+            self._kept.pop(path.name, None)  # the object has grown
+        super()._add_places(path, places)
+
+    def _read_records(self, name: str) -> bytes:
+        """Return the records of an object; several calls that need it at once read it once."""
         with self._guard:
             future = self._kept.get(name)
             is_first = future is None
@@ -170,21 +245,26 @@ class BucketJournal(Journal):
             return future.result()
         try:
             data = self.bucket.read(name)
+            records = data[_index_bytes(data) :]
         except BaseException as error:
             with self._guard:
-                del self._kept[name]
+                if self._kept.get(name) is future:
+                    del self._kept[name]
             future.set_exception(error)
             raise
-        future.set_result(data)
-        self._make_room(len(data))
-        return data
+        future.set_result(records)
+        self._make_room()
+        return records
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self) -> None:
         with self._guard:
-            self._kept_bytes += num_bytes
-            done = [name for name, future in self._kept.items() if future.done()]
-            while self._kept_bytes > KEPT_BYTES and len(done) > 1:
-                self._kept_bytes -= len(self._kept.pop(done.pop(0)).result())
+            sizes = {name: len(one.result()) for name, one in self._kept.items() if one.done()}
+            num_bytes = sum(sizes.values())
+            for name in list(sizes)[:-1]:
+                if num_bytes <= KEPT_BYTES:
+                    break
+                num_bytes -= sizes[name]
+                del self._kept[name]
 
 
 def _as_file(data: bytes) -> io.BufferedReader:
@@ -207,16 +287,17 @@ def forget_errors_in(bucket: Bucket) -> int:
     """
     num_forgotten = 0
     for name in row_objects(bucket):
-        records, num_failed = [MAGIC], 0
-        with (
-            contextlib.suppress(DamagedRecordError),  # what follows damage is ignored by all
-            _as_file(bucket.read(name)) as file,
-        ):
-            for record in read_records(file):
+        num_failed = 0
+        index, records = bytearray(), bytearray()
+        data = bucket.read(name)
+        with contextlib.suppress(DamagedRecordError):  # what follows damage is ignored by all
+            for record in read_records_from(_as_file(data[_index_bytes(data) :]), 0):
                 is_failed = record.key != NOBODY and has_error(record.payload)
                 num_failed += is_failed
-                records.append(pack_record(NOBODY if is_failed else record.key, record.payload))
+                key = NOBODY if is_failed else record.key
+                index += _ENTRY.pack(key[:HALF_BYTES], record.offset)
+                records += pack_record(key, record.payload)
         if num_failed:
-            bucket.put(name, b"".join(records))
+            bucket.put(name, _pack_object(index, records))
         num_forgotten += num_failed
     return num_forgotten
