@@ -99,15 +99,18 @@ class Bucket:
             return False
         return True
 
-    def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        """Return an object, or as many bytes of its begin, if it has so many.
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return an object, or a part of it, which ends with it.
+
+        Args:
+            begin: Byte; one that the object does not have is an error.
 
         Raises:
             FileNotFoundError: There is none.
             BucketError: It cannot be read.
         """
         with self._explained("read", name, FileNotFoundError):
-            return bytes(self.filesystem.cat_file(self._at(name), 0, num_bytes))
+            return bytes(self.filesystem.cat_file(self._at(name), begin, end))
 
     def sizes(self, directory: str = "") -> dict[str, int]:
         """Return the bytes of each object by its name, sorted.

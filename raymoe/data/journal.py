@@ -120,7 +120,8 @@ def read_records(file: BufferedReader) -> Iterator[Record]:
 
 
 def read_records_from(file: BufferedReader, offset: int) -> Iterator[Record]:
-    """Yield the records that follow in a file, which is at `offset`; raises as `read_records`."""
+    """Yield the records of a file from `offset` to its end; raises as `read_records`."""
+    file.seek(offset)
     while file.peek(1):
         record = _read_next(file, offset)
         yield record
