@@ -7,11 +7,11 @@ from typing import Any
 
 import fsspec
 
+from raymoe.download.uris import help_for, reason_of
 from raymoe.errors import ConfigError
 
 # Schemes of which objects can be made where there is none, and fsspec's extra for each.
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "abfs", "abfss": "abfs", "az": "abfs"}
-MAX_REASON_CHARACTERS = 300
 
 
 class BucketError(OSError):
@@ -110,7 +110,7 @@ class Bucket:
             BucketError: It cannot be read.
         """
         with self._explained("read", name, FileNotFoundError):
-            return bytes(self.filesystem.cat_file(self._at(name), begin, end))
+            return bytes(self.filesystem.cat_file(self._at(name), start=begin, end=end))
 
     def sizes(self, directory: str = "") -> dict[str, int]:
         """Return the bytes of each object by its name, sorted.
@@ -149,8 +149,7 @@ class Bucket:
         except answer:
             raise
         except Exception as error:  # each library has its own
-            reason = (str(error) or type(error).__name__).splitlines()[0]
             where = f"{self.uri}/{name}" if name else self.uri
             raise BucketError(
-                f"{where} cannot be {what}: {reason[:MAX_REASON_CHARACTERS]}"
+                f"{where} cannot be {what}: {reason_of(error)}{help_for(error)}"
             ) from error

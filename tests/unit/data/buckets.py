@@ -35,7 +35,7 @@ class Store(MemoryFileSystem):
             super().pipe_file(path, value, mode=mode, **kwargs)
             self._ask("answer")
 
-    def cat_file(self, path, start=None, end=None, **kwargs):
+    def cat_file(self, path, *, start=None, end=None, **kwargs):  # s3fs has them elsewhere
         with self.guard:
             self._ask("read")
             data = super().cat_file(path, start, end, **kwargs)

@@ -279,7 +279,11 @@ def test_memory_holds_places_and_few_objects(bucket, monkeypatch):
     journal.close()
     assert journal.contents.num_rows == 5000
     assert held_bytes < num_bytes / 10
-    assert journal.find([key_of(4999)])[0].text.startswith("4999 ")
+    asked = bucket.filesystem.asked
+    for number in (0, 1000, 2000, 3000, 4000, 0):  # objects of their own
+        before = asked["read"]
+        assert journal.find([key_of(number)])[0].text.startswith(f"{number} ")
+        assert asked["read"] > before  # as it is not kept any more
 
 
 class Only(Bucket):
