@@ -9,9 +9,7 @@ import fsspec
 
 from raymoe.download.uris import help_for, reason_of
 from raymoe.errors import ConfigError
-
-# Schemes of which objects can be made where there is none, and fsspec's extra for each.
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "abfs", "abfss": "abfs", "az": "abfs"}
+from raymoe.specs.files import STORE_EXTRAS
 
 
 class BucketError(OSError):
@@ -46,7 +44,7 @@ class Bucket:
             ConfigError: It is of no known store, or the library of the store is missing.
         """
         scheme, _, place = uri.partition("://")
-        if scheme not in EXTRAS:
+        if scheme not in STORE_EXTRAS:
             raise ConfigError(
                 f"{option} is {uri!r}; it takes a directory, or a place in a bucket that begins "
                 "with s3://, gs:// or abfs://"
@@ -67,7 +65,7 @@ class Bucket:
         except ImportError as error:
             raise ConfigError(
                 f"{option} {uri} needs a library on the driver and on all nodes: pip install "
-                f"'fsspec[{EXTRAS[scheme]}]' ({error})"
+                f"'fsspec[{STORE_EXTRAS[scheme]}]' ({error})"
             ) from error
         return cls(filesystem, path, uri)
 
