@@ -28,7 +28,14 @@ from raymoe.cli.pipeline import (
     run_job,
 )
 from raymoe.cli.progress import plain_console, print_summary
-from raymoe.cli.resume import Lease, ResumeState, Written, count_written, find_written
+from raymoe.cli.resume import (
+    Lease,
+    ResumeState,
+    Written,
+    count_written,
+    find_written,
+    lease_bucket,
+)
 from raymoe.cli.resume_without_ids import WrittenRows, find_written_rows
 from raymoe.cli.sources import FORMS, Source, TemplatedSource, open_source
 from raymoe.cli.stopping import Stopped
@@ -650,7 +657,8 @@ def _make_job(given: Mapping[str, Any]) -> tuple[Job, ResumeState]:
     source = _with_prompts(_open_source(given, options), options, given)
     id_column = _check_columns(source, options, given["id_column"], given["model"])
     state = _find_output(given["output"], source, given["input_"], given["journal"])
-    lease, columns = Lease(state.output), _content_columns(options, source)
+    lease = Lease(state.output, lease_bucket(state.output, given["output"]))
+    columns = _content_columns(options, source)
     writer = open_writer(state.output, source, has_samples=given["samples_as_rows"],
                          content_columns=columns, has_ids=id_column is not None,
                          run=lease.run)  # fmt: skip

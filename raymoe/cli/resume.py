@@ -7,9 +7,10 @@ kernel of this machine says so (a lock on the local file is free and the process
 the counter has not moved for `STALE_S`, by this machine's clock alone. A run that finds another's
 lease in the place of its own stops before it writes again.
 
-Object stores cannot compare and write in one step everywhere: two runs that begin within
-`READ_BACK_S` of each other may both see their own lease for as long as a heartbeat. Their parts
-have different names, so that even then none replaces another's.
+In an object store the lease is one of `raymoe.data.bucket_lease`, if fsspec's library of the store
+is here. Without it, and where files are remote otherwise, nothing compares and writes in one step:
+two runs that begin within `READ_BACK_S` of each other may both see their own lease for as long as a
+heartbeat. Their parts have different names, so that even then none replaces another's.
 """
 
 import contextlib
@@ -30,12 +31,14 @@ from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import fs
 
 from raymoe.cli.sources import Source
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import Stale, TableLines, Writer, WrittenRow
 from raymoe.data import manifest as manifests
 from raymoe.data.bucket import Bucket
+from raymoe.data.bucket_lease import BucketLease
 from raymoe.data.error_groups import ErrorGroups
 from raymoe.data.holder import Holder
 from raymoe.data.journal_place import JournalPlace, place_of
@@ -50,6 +53,7 @@ from raymoe.data.status import (
     report_beside,
     status_beside,
 )
+from raymoe.download.uris import without_secrets
 from raymoe.errors import (
     TEMPORARY_ERRORS,
     CheckpointError,
@@ -59,7 +63,7 @@ from raymoe.errors import (
 )
 from raymoe.openai.batch import request_digest
 from raymoe.report import is_report
-from raymoe.specs.files import from_plain, open_regular
+from raymoe.specs.files import from_plain, is_in_bucket, open_regular
 from raymoe.status_view import UNKNOWN_RUNS, former_runs
 from raymoe.units import format_bytes
 
@@ -75,8 +79,16 @@ class Lease:
         run: Id of this run, in the names of its parts.
     """
 
-    def __init__(self, output: Location) -> None:
+    def __init__(self, output: Location, bucket: Bucket | None = None) -> None:
+        """Make one that is not taken.
+
+        Args:
+            bucket: Where it is in the output's store; see `lease_bucket`.
+        """
         self.run = uuid.uuid4().hex[:8]
+        self._in_bucket = (
+            None if bucket is None else BucketLease(bucket, f"--output {output}", run=self.run)
+        )
         self._output = output
         self._file = output.sibling(f"{output.name}.lease")
         self._lock: int | None = None
@@ -91,6 +103,12 @@ class Lease:
         Raises:
             ConfigError: Another run writes the output, or nothing can be written there.
         """
+        if self._in_bucket is not None:
+            if self._file.is_file():  # of a run without the store's library
+                self._wait_for_end()
+                self._file.delete()
+            self._in_bucket.take()
+            return self
         if self._output.is_local:
             self._file.local_path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file(self._file.local_path)
@@ -114,6 +132,9 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._in_bucket is not None:
+            self._in_bucket.release(removes=True)
+            return
         self._ends.set()
         self._thread.join()
         with contextlib.suppress(RaymoeError):  # then it becomes stale
@@ -128,6 +149,8 @@ class Lease:
         Raises:
             ExecutionError: It has.
         """
+        if self._in_bucket is not None:
+            self._in_bucket.check()
         if self._is_lost:
             raise ExecutionError(
                 f"{self._file} is another run's by now: this run was paused or cut off for longer "
@@ -189,8 +212,14 @@ class Lease:
                 logger.warning("%s cannot be renewed: %s", self._file, error)
 
     def _read(self) -> Holder | None:
-        if not self._file.exists():
+        kind = self._file.info().type
+        if kind == fs.FileType.NotFound:
             return None
+        if kind == fs.FileType.Directory:
+            raise ConfigError(
+                f"{self._file} is of a run that has fsspec's library of the store; install it here "
+                "too (pip install 'fsspec[s3]', [gcs] or [abfs]), or remove what that run has left"
+            )
         with self._file.explained("read"):
             data = self._file.read_bytes()
         try:
@@ -213,6 +242,21 @@ class Lease:
             f"(what is left of a run that was killed is free after {STALE_S:g} s), or choose "
             "another --output"
         )
+
+
+def lease_bucket(output: Location, uri: str) -> Bucket | None:
+    """Return where the lease of an output in an object store is; None where it cannot be there.
+
+    Args:
+        uri: The output as the user gave it: what it says to Arrow alone, fsspec does not know.
+    """
+    if not is_in_bucket(uri) or without_secrets(uri) != uri:
+        return None
+    try:
+        return Bucket.parse(f"{output}.lease", "--output")
+    except ConfigError as error:
+        logger.info("two runs that begin at once may not notice each other: %s", error)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,9 @@ from typing import Any
 
 import fsspec
 
+from raymoe.download.uris import help_for, reason_of
 from raymoe.errors import ConfigError
-
-# Schemes of which objects can be made where there is none, and fsspec's extra for each.
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "abfs", "abfss": "abfs", "az": "abfs"}
-MAX_REASON_CHARACTERS = 300
+from raymoe.specs.files import STORE_EXTRAS
 
 
 class BucketError(OSError):
@@ -46,7 +44,7 @@ class Bucket:
             ConfigError: It is of no known store, or the library of the store is missing.
         """
         scheme, _, place = uri.partition("://")
-        if scheme not in EXTRAS:
+        if scheme not in STORE_EXTRAS:
             raise ConfigError(
                 f"{option} is {uri!r}; it takes a directory, or a place in a bucket that begins "
                 "with s3://, gs:// or abfs://"
@@ -67,7 +65,7 @@ class Bucket:
         except ImportError as error:
             raise ConfigError(
                 f"{option} {uri} needs a library on the driver and on all nodes: pip install "
-                f"'fsspec[{EXTRAS[scheme]}]' ({error})"
+                f"'fsspec[{STORE_EXTRAS[scheme]}]' ({error})"
             ) from error
         return cls(filesystem, path, uri)
 
@@ -99,15 +97,18 @@ class Bucket:
             return False
         return True
 
-    def read(self, name: str) -> bytes:
-        """Return an object.
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return an object, or a part of it, which ends with it.
+
+        Args:
+            begin: Byte; one that the object does not have is an error.
 
         Raises:
             FileNotFoundError: There is none.
             BucketError: It cannot be read.
         """
         with self._explained("read", name, FileNotFoundError):
-            return bytes(self.filesystem.cat_file(self._at(name)))
+            return bytes(self.filesystem.cat_file(self._at(name), start=begin, end=end))
 
     def sizes(self, directory: str = "") -> dict[str, int]:
         """Return the bytes of each object by its name, sorted.
@@ -146,8 +147,7 @@ class Bucket:
         except answer:
             raise
         except Exception as error:  # each library has its own
-            reason = (str(error) or type(error).__name__).splitlines()[0]
             where = f"{self.uri}/{name}" if name else self.uri
             raise BucketError(
-                f"{where} cannot be {what}: {reason[:MAX_REASON_CHARACTERS]}"
+                f"{where} cannot be {what}: {reason_of(error)}{help_for(error)}"
             ) from error

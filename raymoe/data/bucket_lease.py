@@ -1,12 +1,12 @@
-"""The lease of a journal in a bucket, which lets one driver at a time use it.
+"""The lease of a place in a bucket, which lets one driver at a time use it.
 
     leases/000001.json    JSON: run, host, process, when it began, a counter that grows
 
 The latest lease counts. Each is made by a put that fails where there is one of its number, so that
-of two drivers at once one gets it; only its driver writes it again. A driver refuses a journal
+of two drivers at once one gets it; only its driver writes it again. A driver refuses a place
 whose lease is alive, and takes the next number when it has ended: when it says so, when its process
 of this machine is gone, or when its counter has not moved for `STALE_S`, by this machine's clock
-alone. A driver that finds a later lease than its own stops.
+alone. A driver that finds another lease in the place of its own stops.
 """
 
 import dataclasses
@@ -42,11 +42,18 @@ class _Content:
 
 
 class BucketLease:
-    """The right of a driver to a journal."""
+    """The right of a driver to a journal, or to an output."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._holder = Holder.here(uuid.uuid4().hex[:8])
+    def __init__(self, bucket: Bucket, what: str = "", *, run: str | None = None) -> None:
+        """Make one that is not taken.
+
+        Args:
+            bucket: Where the leases are.
+            what: Is leased, for people; by default the journal there.
+            run: Id of the driver.
+        """
+        self._bucket, self._what = bucket, what or f"journal_dir {bucket}"
+        self._holder = Holder.here(run or uuid.uuid4().hex[:8])
         self._number = 0
         self._is_lost = False
         self._ends = threading.Event()
@@ -65,8 +72,8 @@ class BucketLease:
             found = self._read(self._number)  # mine too if the store was asked twice
         except BucketError as error:
             raise ConfigError(
-                f"journal_dir {self._bucket}: its lease cannot be taken: {error}; the bucket must "
-                "be listed, read and written, with puts that fail where there is an object already "
+                f"{self._what}: its lease cannot be taken: {error}; the bucket must be listed, "
+                "read and written, with puts that fail where there is an object already "
                 "(If-None-Match)"
             ) from error
         if found is None or found.holder.run != self._holder.run:
@@ -101,12 +108,16 @@ class BucketLease:
         """
         if self._is_lost:
             raise ExecutionError(
-                f"the journal in {self._bucket} is another run's by now: this one was paused or "
-                f"cut off for longer than {STALE_S:g} s; end that run, or leave the rest to it"
+                f"{self._what} is another run's by now: this one was paused or cut off for longer "
+                f"than {STALE_S:g} s; end that run, or leave the rest to it"
             )
 
-    def release(self) -> None:
-        """Give it back; what cannot be said now is known when the counter has stood still."""
+    def release(self, *, removes: bool = False) -> None:
+        """Give it back; what cannot be said now is known when the counter has stood still.
+
+        Args:
+            removes: The leases too; a run that comes back does not find its own then.
+        """
         self._ends.set()
         if not self._thread.is_alive():
             return
@@ -115,6 +126,8 @@ class BucketLease:
             if not self._is_lost:
                 data = self._data(self._holder, has_ended=True)
                 self._bucket.put(self._name(self._number), data)
+                if removes:
+                    self._bucket.delete(self._bucket.sizes(DIRECTORY))
         except BucketError as error:
             logger.warning("%s; the next run waits %g s", error, STALE_S)
 
@@ -147,7 +160,8 @@ class BucketLease:
         beat = 0
         while not self._ends.wait(HEARTBEAT_S):
             try:
-                if self._latest() > self._number:
+                found = self._read(self._latest())
+                if found is None or found.holder.run != self._holder.run:
                     self._is_lost = True
                     return
                 beat += 1
@@ -180,6 +194,6 @@ class BucketLease:
     def _refusal(self, found: _Content | None) -> ConfigError:
         who = "another run" if found is None else str(found.holder)
         return ConfigError(
-            f"journal_dir {self._bucket}: {who} uses it; wait for its end or end it (what is left "
-            f"of a run that was killed is free after {STALE_S:g} s), or choose another journal_dir"
+            f"{self._what}: {who} uses it; wait for its end or end it (what is left of a run that "
+            f"was killed is free after {STALE_S:g} s), or choose another place"
         )

@@ -116,7 +116,12 @@ def read_records(file: BufferedReader) -> Iterator[Record]:
         raise UnfinishedRecordError("it has no record yet")
     if magic != MAGIC:
         raise DamagedRecordError("it does not begin as a journal does")
-    offset = len(MAGIC)
+    yield from read_records_from(file, len(MAGIC))
+
+
+def read_records_from(file: BufferedReader, offset: int) -> Iterator[Record]:
+    """Yield the records of a file from `offset` to its end; raises as `read_records`."""
+    file.seek(offset)
     while file.peek(1):
         record = _read_next(file, offset)
         yield record
@@ -209,6 +214,7 @@ def _logprob(entry: list[Any] | None) -> TokenLogprob | None:
 OFFSET_BITS = 40  # files of up to 1 TiB, 16 million of them
 MIN_RECENT = 1 << 14
 RECENT_PER_SORTED = 8
+HALF_BYTES = ROW_KEY_BYTES // 2
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -241,6 +247,18 @@ class RowIndex:
         if len(self._recent) >= max(MIN_RECENT, len(self._halves) // RECENT_PER_SORTED):
             self._merge()
 
+    def add_all(self, halves: UInt64s, places: UInt64s) -> None:
+        """Remember many, of equal ones the first.
+
+        Args:
+            halves: The first `HALF_BYTES` of each key, as a little-endian number.
+            places: File numbers, shifted left by `OFFSET_BITS`, and offsets.
+        """
+        halves = np.concatenate([halves, self._halves])
+        places = np.concatenate([places, self._places])
+        self._halves, first = np.unique(halves, return_index=True)
+        self._places = places[first]
+
     def find(self, key: bytes) -> tuple[int, int] | None:
         """Return file number and offset of what may be the record of a key."""
         half = _half(key)
@@ -257,15 +275,11 @@ class RowIndex:
         halves = np.fromiter(self._recent.keys(), np.uint64, count)
         places = np.fromiter(self._recent.values(), np.uint64, count)
         self._recent.clear()
-        halves = np.concatenate([halves, self._halves])
-        places = np.concatenate([places, self._places])
-        # Of equal ones the first stays, which is the latest.
-        self._halves, first = np.unique(halves, return_index=True)
-        self._places = places[first]
+        self.add_all(halves, places)
 
 
 def _half(key: bytes) -> int:
-    return int.from_bytes(key[: ROW_KEY_BYTES // 2], "little")
+    return int.from_bytes(key[:HALF_BYTES], "little")
 
 
 PREFIX, SUFFIX = "rows-", ".journal"

@@ -1,4 +1,4 @@
-"""URIs of object stores: opened by pyarrow, and their errors with what may help."""
+"""URIs of object stores: opened by pyarrow, and errors of stores with what may help."""
 
 import re
 from urllib.parse import quote
@@ -10,18 +10,23 @@ MAX_REASON_CHARACTERS = 400
 GCS_RETRY_S = 60  # Arrow's own default waits for a quarter of an hour when there are no credentials
 URI_CHARACTERS = "%/:@?&=+,;!$'()*~#"
 
-# Words of S3, Google Cloud Storage, Azure and Arrow; the first that is found counts.
-_NETWORK = "NETWORK_CONNECTION"
+# Words of S3, Google Cloud Storage, Azure, of Arrow and of the libraries of fsspec for them; the
+# first that is found counts.
+_NETWORK = (
+    r"NETWORK_CONNECTION|Could not connect to the endpoint|Connect timeout|Cannot connect to host"
+)
 _HELP = (
     ("Unrecognized filesystem type", "it takes a path, or s3://, gs://, abfs://, hdfs://, hf://, file://"),
     ("libjvm", "hdfs needs JAVA_HOME, HADOOP_HOME and CLASSPATH"),
-    (r"NO_SUCH_BUCKET|Bucket '.*' not found|bucket does not exist|ContainerNotFound",
+    (r"NO_SUCH_BUCKET|Bucket '.*' not found|(bucket|container) does not exist|ContainerNotFound",
      "make the bucket or correct its name"),
     (_NETWORK, "check the network, and for a store that is not Amazon's "
      "AWS_ENDPOINT_URL, or ?endpoint_override=HOST:PORT&scheme=http in the URI"),
-    (r"REDIRECT|AuthorizationHeaderMalformed|HTTP status 301", "add ?region=REGION to the URI"),
+    (r"REDIRECT|AuthorizationHeaderMalformed|HTTP status 301|header is malformed"
+     r"|specified endpoint", "set AWS_REGION on every node, or add ?region=REGION to the URI"),
     (r"ACCESS_DENIED|ACCESS_KEY|SIGNATURE|TOKEN|HTTP status 40[13]|OAuth2|PERMISSION_DENIED"
-     r"|UNAUTHENTICATED|[Cc]redential|AuthenticationFailed|AuthorizationFailure",
+     r"|UNAUTHENTICATED|[Cc]redential|AuthenticationFailed|AuthorizationFailure"
+     r"|Access Denied|Access Key|[Ff]orbidden|signature|token|config profile|does not have storage",
      "give credentials that may do this, on every node: for s3 AWS_ACCESS_KEY_ID and "
      "AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role; for gs "
      "GOOGLE_APPLICATION_CREDENTIALS or 'gcloud auth application-default login'"),
@@ -65,7 +70,7 @@ def help_for(error: Exception) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Whether an error is an answer of the store, and not that there is none."""
-    return bool(help_for(error)) and _NETWORK not in str(error)
+    return bool(help_for(error)) and re.search(_NETWORK, str(error)) is None
 
 
 def without_secrets(uri: str) -> str:

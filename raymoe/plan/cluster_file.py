@@ -16,7 +16,7 @@ from typing import Self
 from raymoe.errors import ConfigError, UnknownOptionError
 from raymoe.plan.plan import Plan
 from raymoe.plan.prediction import Prediction
-from raymoe.specs.files import is_hub_name
+from raymoe.specs.files import STORE_EXTRAS, is_hub_name, is_in_bucket
 from raymoe.specs.hardware import INSTANCES, USABLE_FRACTION, HardwareSpec
 from raymoe.units import CURRENCY, GB, GIB, format_bytes, format_money
 
@@ -34,6 +34,8 @@ PLACEHOLDERS = (
     "FILE_SYSTEM",
     "PROJECT_ID",
     "IMAGE_ID",
+    "INSTANCE_PROFILE",
+    "SERVICE_EMAIL",
     "REGISTRY",
     "DIGEST",
     "PARTITION",
@@ -246,13 +248,40 @@ class ClusterJob:
         """Where nodes find the adapter."""
         return None if self.adapter is None else f"{SHARED}/adapters/{Path(self.adapter).name}"
 
+    @property
+    def journal(self) -> str | None:
+        """Where it is; None where it is beside the output by itself."""
+        if "://" not in self.output:
+            return None
+        if is_in_bucket(self.output):
+            return f"{self.output}.journal"
+        return f"{SHARED}/{Path(self.output).name or 'answers'}.journal"
+
+    @property
+    def packages(self) -> list[str]:
+        """What nodes need besides raymoe."""
+        if self.journal is None or not is_in_bucket(self.journal):
+            return []
+        return [f"fsspec[{STORE_EXTRAS[self.journal.partition('://')[0]]}]"]
+
+    def has_shared(self, kind: str) -> bool:
+        """Whether anything is on a file system that all nodes see."""
+        others = [self.source, self.output, *filter(None, (self.adapter_path, self.journal))]
+        is_there = self.model_path(kind).startswith(f"{SHARED}/")
+        return is_there or any("://" not in place for place in others)
+
+    def has_store(self, kind: str) -> bool:
+        """Whether anything is in an object store."""
+        places = self.model_path(kind), self.source, self.output
+        return any(place.partition("://")[0] in STORE_EXTRAS for place in places)
+
     def command(self, kind: str) -> list[str]:
         """The words of `raymoe generate`."""
         words = ["raymoe", "generate", "--model", self.model_path(kind)]
         words += [] if self.adapter_path is None else ["--adapter", self.adapter_path]
         words += ["--input", self.source, "--output", self.output]
-        if "://" in self.output:
-            words += ["--journal", f"{SHARED}/{Path(self.output).name or 'answers'}.journal"]
+        if self.journal is not None:
+            words += ["--journal", self.journal]
         words += ["--id-column", "id", "--resume", "--num-actors", str(self.num_nodes)]
         if self.machine.num_gpus:
             # "auto" asks a cluster that has no node with a GPU yet for none.
@@ -333,6 +362,8 @@ class ClusterJob:
             head=HEAD.get(self.machine.cloud),
             head_store_bytes=HEAD_STORE_BYTES,
             shared=SHARED,
+            has_shared=self.has_shared(kind),
+            has_store=self.has_store(kind),
         )
 
 

@@ -47,6 +47,18 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
 
 
+# Schemes of object stores in which journals can be, and fsspec's extra for each.
+STORE_EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"} | dict.fromkeys(
+    ("abfs", "abfss", "az"), "abfs"
+)
+
+
+def is_in_bucket(uri: str) -> bool:
+    """Whether a URI is one of a place in a bucket, with nothing that is only for Arrow."""
+    scheme, _, place = uri.partition("://")
+    return scheme in STORE_EXTRAS and "?" not in place and "/" in place.strip("/")
+
+
 def local_model(model_source: str | Path) -> Path | None:
     """Return the directory that is meant; None for a name on the hub or a URI, else ConfigError."""
     name = str(model_source)

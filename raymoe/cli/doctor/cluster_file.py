@@ -20,7 +20,7 @@ from raymoe.errors import ConfigError, RaymoeError
 from raymoe.plan.cluster_file import KINDS, PLACEHOLDERS, Machine
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.rank import read_prices
-from raymoe.specs.files import is_hub_name, read_text
+from raymoe.specs.files import is_hub_name, is_in_bucket, read_text
 from raymoe.specs.hardware import INSTANCES, USABLE_FRACTION, hardware_preset
 from raymoe.units import CURRENCY, GIB, MIB, format_bytes, format_money, format_seconds, parse_bytes
 
@@ -143,7 +143,7 @@ def _of_ray(path: Path, text: str, content: dict[str, Any]) -> ClusterFile:
         scheduling = {name: value for each in scheduling for name, value in each.items()}
     volumes = _values(content["docker"]["run_options"], "--volume=")
     inside = [one.split(":")[-1] for one in volumes]
-    mounted = _mounted(content["initialization_commands"])
+    mounted = _mounted(content.get("initialization_commands", []))
     return ClusterFile(
         path=path, text=text, content=content, kind=kind,
         instance=config.get("InstanceType") or config.get("machineType"),
@@ -363,9 +363,12 @@ def _journal(file: ClusterFile) -> Outcome:
     output, journal = file.option("--output") or "", file.option("--journal")
     if journal is None and "://" not in output:
         return Outcome(f"beside {output}, which all nodes see")
-    if journal is not None and ("://" in journal or _is_under(journal, file.shared)):
+    if journal is not None and (is_in_bucket(journal) or _is_under(journal, file.shared)):
         return Outcome(f"{journal}, which all nodes see")
-    advice = "give --journal a directory that all nodes see, so that no finished row is lost"
+    advice = (
+        "give --journal a place in a bucket, such as s3://bucket/answers.journal, or a directory "
+        "that all nodes see, so that no finished row is lost"
+    )
     return Outcome(f"journal: {journal or 'none'}", Status.FAILED, advice)
 
 

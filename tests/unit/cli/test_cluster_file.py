@@ -60,7 +60,7 @@ def test_options_of_the_plan_reach_the_job_and_doctor_finds_the_rest(
     joined = text.replace(" \\\n#      ", "")
     assert (
         "--model /data/models/tiny --input /data/prompts --output gs://jobs/out --journal "
-        "/data/out.journal --id-column id --resume --num-actors 2 --device cuda --max-tokens 8 "
+        "gs://jobs/out.journal --id-column id --resume --num-actors 2 --device cuda --max-tokens 8 "
         "--dtype bfloat16 --max-model-len 512 --engine-config schedule=resident --price-per-hour "
         "5.0688"
     ) in joined
@@ -68,21 +68,24 @@ def test_options_of_the_plan_reach_the_job_and_doctor_finds_the_rest(
     found = findings(capsys, path)
     assert statuses(found) == {"left to replace": "failed", "copied files": "warning"}
     assert re.fullmatch(
-        r"PROJECT_ID in line \d+, FILE_SYSTEM in line \d+", found["left to replace"]["value"]
+        r"PROJECT_ID in line \d+, SERVICE_EMAIL in line \d+, FILE_SYSTEM in line \d+",
+        found["left to replace"]["value"],
     )
     price = read_prices().prices[A100].on_demand
     assert found["cost"]["value"].startswith(f"{2 * price:.2f} USD an hour: 2 x {A100} at {price} ")
     assert read_prices().date in found["cost"]["value"]
     assert "predicted" in found["plan"]["value"]
 
-    path.write_text(text.replace("FILE_SYSTEM", "10.0.0.2:/data").replace("PROJECT_ID", "mine"))
+    mine = text.replace("FILE_SYSTEM", "10.0.0.2:/data").replace("PROJECT_ID", "mine")
+    path.write_text(mine.replace("SERVICE_EMAIL", "me@mine"))
     assert statuses(findings(capsys, path)) == {"copied files": "warning"}
     for old, new, broken in (
         (" FILE_SYSTEM ", " 10.0.0.2:/data ", {}),
         ("--num-actors 2", "--num-actors 3", {"engines": "failed"}),
         (f"machineType: {A100}", "machineType: a2-ultragpu-1", {
             "node": "failed", "plan": "failed", "cost": "skipped"}),
-        ("/data/out.journal", "/tmp/out.journal", {"rows and journal": "failed"}),
+        ("gs://jobs/out.journal", "/tmp/out.journal", {"rows and journal": "failed"}),
+        ("gs://jobs/out.journal", "hf://out.journal", {"rows and journal": "failed"}),
         ("--input /data/prompts", "--input prompts", {"rows and journal": "failed"}),
         ("--resume ", "", {"command": "warning"}),
         ("--max-tokens", "--max-token", {"command": "failed"}),

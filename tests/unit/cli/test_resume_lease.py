@@ -1,6 +1,7 @@
 """One run writes an output at a time; what ended runs leave is taken over."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -9,10 +10,14 @@ import pyarrow as pa
 import pytest
 
 from raymoe.cli import resume as leases
-from raymoe.cli.resume import Lease
+from raymoe.cli.resume import Lease, lease_bucket
+from raymoe.cli.storage import Location
 from raymoe.cli.writers import Shards, TableLines
+from raymoe.data import bucket_lease
+from raymoe.data.bucket_lease import BucketLease
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES
+from tests.unit.data.buckets import make_bucket
 
 
 @pytest.fixture(params=PLACES)
@@ -49,6 +54,45 @@ def test_a_second_run_is_refused_until_the_first_has_ended(output):
     assert not lease_file(output).exists()
     with Lease(output) as second:
         assert second.run != first.run
+
+
+def test_in_a_store_of_two_runs_that_begin_at_once_one_is_refused(tmp_path, monkeypatch):
+    output, bucket = PLACES["remote"](tmp_path, "answers"), make_bucket()
+    monkeypatch.setattr(bucket_lease, "HEARTBEAT_S", 0.05)
+    both_have_looked, look = threading.Barrier(2), BucketLease._wait_for_end
+    monkeypatch.setattr(
+        BucketLease, "_wait_for_end", lambda one: (look(one), both_have_looked.wait(60))[0]
+    )
+    leases_, errors, got = [Lease(output, bucket) for _ in range(2)], [], []
+
+    def take(lease):
+        try:
+            got.append(lease.__enter__())
+        except ConfigError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=take, args=(lease,)) for lease in leases_]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (lease,), (error,) = got, errors
+    assert re.search(rf"--output .*answers: run {lease.run} of process .* uses it", error)
+    lease.check()
+    lease.__exit__(None, None, None)
+    assert bucket.sizes() == {}
+    lease_file(output).make_dir()  # as objects are seen by a run without the store's library
+    with pytest.raises(ConfigError, match="install it here too"), Lease(output):
+        pass
+
+
+def test_the_lease_is_in_the_bucket_where_fsspec_knows_what_arrow_does(tmp_path):
+    output = PLACES["remote"](tmp_path, "answers")
+    assert str(lease_bucket(Location(output.filesystem, "jobs/out", "s3"), "s3://jobs/out/")) == (
+        "s3://jobs/out.lease"
+    )
+    for uri in ("s3://jobs/out?region=x", "s3://key:secret@jobs/out", "hdfs://a/b", "out"):
+        assert lease_bucket(output, uri) is None
 
 
 def test_a_run_elsewhere_is_alive_while_its_counter_grows(output):

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raymoe.cli.storage import Location, upload
-from raymoe.download.uris import help_for, reason_of
+from raymoe.download.uris import help_for, is_refusal, reason_of
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES, remote
 
@@ -182,6 +182,15 @@ def test_a_run_that_is_interrupted_while_it_sends_leaves_no_half_file():
         ("AWS Error NETWORK_CONNECTION during HeadObject: curlCode: 6", "check the network"),
         ("AWS Error UNKNOWN (HTTP status 301) during ListObjectsV2", "add ?region="),
         ("[Errno 2] Path does not exist 'a/b'", "check the path"),
+        ("The specified bucket does not exist", "make the bucket"),  # of s3fs, as what follows
+        ("The specified container does not exist.", "make the bucket"),  # of adlfs
+        ("Unable to locate credentials", "AWS_PROFILE"),
+        ("The config profile (a) could not be found", "AWS_PROFILE"),
+        ("The AWS Access Key Id you provided does not exist in our records.", "AWS_PROFILE"),
+        ("The request signature we calculated does not match", "AWS_PROFILE"),
+        ("Anonymous caller does not have storage.objects.list access", "gcloud auth"),  # of gcsfs
+        ('Could not connect to the endpoint URL: "http://127.0.0.1:9/a"', "AWS_ENDPOINT_URL"),
+        ("The authorization header is malformed; the region 'a' is wrong", "AWS_REGION"),
     ],
 )
 def test_errors_of_stores_come_with_what_helps(words, advice):
@@ -189,6 +198,12 @@ def test_errors_of_stores_come_with_what_helps(words, advice):
     assert advice in help_for(error)
     assert "Request ID" not in reason_of(error)
     assert "\n" not in reason_of(error)
+
+
+def test_a_store_that_is_away_has_not_refused():
+    assert is_refusal(OSError("The specified bucket does not exist"))
+    assert not is_refusal(OSError("Could not connect to the endpoint URL: 'http://a/b'"))
+    assert not is_refusal(OSError("disk on fire"))
 
 
 def test_an_error_that_nobody_knows_has_no_advice():

@@ -15,6 +15,7 @@ class Store(MemoryFileSystem):
     Attributes:
         failures: How often the next requests of a kind fail: "put" before, "answer" after it.
         asked: How often a kind of request was made.
+        num_read_bytes: Of all reads.
     """
 
     store = {}  # noqa: RUF012 - as fsspec has it
@@ -25,6 +26,7 @@ class Store(MemoryFileSystem):
         super().__init__()
         self.store, self.pseudo_dirs = {}, [""]
         self.failures, self.asked = Counter(), Counter()
+        self.num_read_bytes = 0
         self.guard = threading.RLock()
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
@@ -33,10 +35,12 @@ class Store(MemoryFileSystem):
             super().pipe_file(path, value, mode=mode, **kwargs)
             self._ask("answer")
 
-    def cat_file(self, path, start=None, end=None, **kwargs):
+    def cat_file(self, path, *, start=None, end=None, **kwargs):  # s3fs has them elsewhere
         with self.guard:
             self._ask("read")
-            return super().cat_file(path, start, end, **kwargs)
+            data = super().cat_file(path, start, end, **kwargs)
+            self.num_read_bytes += len(data)
+            return data
 
     def find(self, path, **kwargs):
         with self.guard:

@@ -9,8 +9,14 @@ import pytest
 from raymoe.data import bucket_journal
 from raymoe.data import journal as journals
 from raymoe.data.bucket import Bucket, BucketError
-from raymoe.data.bucket_journal import BucketJournal, forget_errors_in, row_objects
+from raymoe.data.bucket_journal import (
+    HEAD_BYTES,
+    BucketJournal,
+    forget_errors_in,
+    row_objects,
+)
 from raymoe.data.job_rows import FinishedRows
+from raymoe.data.journal import encode_generation
 from raymoe.data.journal_place import BucketPlace, place_of
 from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError
@@ -107,7 +113,7 @@ def test_a_put_that_breaks_is_put_again_with_what_came_since(bucket, caplog, kin
     assert caplog.text.count("the store is away") == 1
     assert caplog.text.count("can be written again") == 1
     assert found(bucket, 0, 1, 2, 3) == [row(number) for number in range(4)]
-    assert len(row_objects(bucket)) == 2
+    assert len(row_objects(bucket)) == 1
 
 
 def test_a_put_that_breaks_is_put_again_by_itself(bucket):
@@ -152,14 +158,92 @@ def test_objects_that_cannot_be_read_cost_their_rows_and_a_list_that_fails_is_an
         BucketPlace(bucket).open(sync_every_s=1)
 
 
-def test_damage_ends_an_object_and_costs_no_other(bucket, caplog):
+HEAD, ENTRY = 16, 16  # bytes
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "left", "num_damaged"),
+    [
+        (-1, None, [0], 0),  # in the last record
+        (-1, 10**6, [0], 0),  # which is cut
+        (0, 1, [], 1),  # in the magic
+        (HEAD + ENTRY, HEAD + ENTRY + 1, [], 1),  # in the index
+        (HEAD + ENTRY, 10**6, [], 1),
+        (8, 9, [], 1),  # in the number of rows
+        (10, 11, [], 1),
+        (0, 10**6, [], 1),
+    ],
+)
+def test_damage_costs_the_rows_that_it_is_in(bucket, caplog, begin, end, left, num_damaged):
     written(bucket, 0, 1)
     written(bucket, 2)
-    sizes = row_objects(bucket)
-    name = max(sizes, key=sizes.__getitem__)
-    bucket.put(name, bucket.read(name)[:-1] + b"?")
-    assert found(bucket, 0, 1, 2) == [row(0), None, row(2)]
+    name, other = row_objects(bucket)
+    if BucketJournal(Only(bucket, name)).contents.num_rows == 1:
+        name = other
+    data = bytearray(bucket.read(name))
+    data[begin:end] = bytes(byte ^ 0xFF for byte in data[begin:end]) if end != 10**6 else b""
+    bucket.put(name, bytes(data))
+    expected = [row(number) if number in left else None for number in range(2)]
+    journal = BucketJournal(bucket)
+    assert journal.find([key_of(number) for number in range(3)]) == [*expected, row(2)]
+    journal.close()
+    assert journal.contents.num_damaged_files == num_damaged
+    assert journal.contents.num_ignored_bytes == num_damaged * len(data)
     assert "generated again" in caplog.text
+    forget_errors_in(bucket)
+    assert found(bucket, 0, 1, 2) == [*expected, row(2)]
+
+
+def test_opening_reads_indexes_and_rows_are_read_in_blocks(bucket, monkeypatch):
+    monkeypatch.setattr(bucket_journal, "BLOCK_BYTES", 4096)
+    for begin in (0, 100):
+        journal = BucketJournal(Only(bucket), sync_every_s=SELDOM_S)
+        for number in range(begin, begin + 100):
+            journal.append(key_of(number), Generation(text=f"{number} " + "x" * 1000))
+        journal.close()
+    bucket.filesystem.num_read_bytes = 0
+    journal = BucketJournal(bucket)
+    assert journal.contents.num_rows == 200
+    assert bucket.filesystem.num_read_bytes == 2 * HEAD_BYTES
+    assert bucket.filesystem.asked["read"] == 2
+    for number in (150, 151, 152, 150):
+        assert journal.find([key_of(number)])[0].text.startswith(f"{number} ")
+    assert bucket.filesystem.asked["read"] <= 4
+    journal.close()
+
+
+def test_rows_that_no_index_has_room_for_are_in_the_next_object(bucket, monkeypatch, caplog):
+    monkeypatch.setattr(bucket_journal, "MAX_ROWS", 10)
+    monkeypatch.setattr(bucket_journal, "MAX_WAITING_BYTES", 10 * HEAD_BYTES)
+    bucket.filesystem.failures["put"] = 1
+    journal = BucketJournal(bucket, sync_every_s=SELDOM_S)
+    journal.append(key_of(0), row(0))
+    journal.save()
+    journal._writer._write([(key_of(number), row(number)) for number in range(1, 35)])
+    journal.close()
+    assert journal.num_lost_rows == 0
+    assert caplog.text.count("can be written again") == 1
+    assert found(bucket, *range(35)) == [row(number) for number in range(35)]
+    assert len(row_objects(bucket)) == 5
+
+
+def test_an_object_grows_until_it_is_full_and_rows_keep_their_places(bucket, monkeypatch):
+    monkeypatch.setattr(bucket_journal, "PUT_BYTES", 1000)
+    journal, numbers = BucketJournal(bucket, sync_every_s=SELDOM_S), range(40)
+    others = []
+    for number in numbers:
+        journal.append(key_of(number), row(number))
+        journal.save()
+        assert journal.find([key_of(number)]) == [row(number)]  # in what is kept of it too
+        others.append(BucketJournal(bucket))
+    num_bytes = sum(len(encode_generation(row(number))) + 24 for number in numbers)
+    assert num_bytes // 1100 <= len(row_objects(bucket)) <= num_bytes // 1000 + 1
+    for last, other in enumerate(others):
+        expected = [row(number) if number <= last else None for number in numbers]
+        assert other.find([key_of(number) for number in numbers]) == expected
+        other.close()
+    journal.close()
+    assert found(bucket, *numbers) == [row(number) for number in numbers]
 
 
 def test_an_object_is_read_once_however_many_rows_of_it_are_asked_for(bucket):
@@ -174,14 +258,14 @@ def test_an_object_is_read_once_however_many_rows_of_it_are_asked_for(bucket):
     for thread in threads:
         thread.join()
     journal.close()
-    assert bucket.filesystem.asked["read"] == 1
+    assert bucket.filesystem.asked["read"] == 2  # its index, and it
 
 
 def test_memory_holds_places_and_few_objects(bucket, monkeypatch):
-    monkeypatch.setattr(bucket_journal, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(bucket_journal, "NUM_BLOCKS", 4)
     monkeypatch.setattr(journals, "MIN_RECENT", 512)
     for begin in range(0, 5000, 100):
-        journal = BucketJournal(make_view(bucket), sync_every_s=SELDOM_S)
+        journal = BucketJournal(Only(bucket), sync_every_s=SELDOM_S)
         for number in range(begin, begin + 100):
             journal.append(key_of(number), Generation(text=f"{number} " + "x" * 1000))
         journal.close()
@@ -195,17 +279,22 @@ def test_memory_holds_places_and_few_objects(bucket, monkeypatch):
     journal.close()
     assert journal.contents.num_rows == 5000
     assert held_bytes < num_bytes / 10
-    assert journal.find([key_of(4999)])[0].text.startswith("4999 ")
+    asked = bucket.filesystem.asked
+    for number in (0, 1000, 2000, 3000, 4000, 0):  # objects of their own
+        before = asked["read"]
+        assert journal.find([key_of(number)])[0].text.startswith(f"{number} ")
+        assert asked["read"] > before  # as it is not kept any more
 
 
-def make_view(bucket):
-    """The bucket, as one that is empty: opening it reads nothing."""
-    return EmptyAtFirst(bucket.filesystem, bucket.path, bucket.uri)
+class Only(Bucket):
+    """The bucket, as one that has these objects; whoever opens it reads no others."""
 
+    def __init__(self, bucket, *names):
+        super().__init__(bucket.filesystem, bucket.path, bucket.uri)
+        object.__setattr__(self, "names", names)
 
-class EmptyAtFirst(Bucket):
     def sizes(self, directory=""):
-        return {}
+        return dict.fromkeys(self.names, 0)
 
 
 def test_rows_with_errors_are_forgotten_and_all_others_found(bucket):

@@ -111,6 +111,25 @@ def test_what_a_driver_elsewhere_left_is_taken_over_and_it_stops_when_it_comes_b
     lease.release()
 
 
+def test_a_run_that_comes_back_after_all_leases_are_removed_stops(bucket):
+    leave(bucket, ELSEWHERE)
+    old, lease = BucketLease(bucket), BucketLease(bucket)
+    old._number = 1
+    lease.take()
+    lease.release(removes=True)
+    assert bucket.sizes() == {}
+    old._renew()
+    with pytest.raises(ExecutionError, match="is another run's by now"):
+        old.check()
+    again = BucketLease(bucket)  # has the old one's number
+    again.take()
+    old._is_lost = False
+    old._renew()
+    with pytest.raises(ExecutionError, match="is another run's by now"):
+        old.check()
+    again.release()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"holder": 1}'])
 def test_a_lease_that_says_nothing_is_nobodys(bucket, content):
     bucket.put("leases/000004.json", content)

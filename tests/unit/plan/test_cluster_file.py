@@ -1,13 +1,17 @@
 """Machines as a cluster rents them, and the text of the files."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from raymoe.cli.doctor.cluster_file import examine_file
+from raymoe.doctor.examine import Status
 from raymoe.errors import ConfigError
 from raymoe.plan.cluster_file import KINDS, ClusterJob, Machine, kind_of
 from raymoe.plan.plan import Plan
@@ -91,11 +95,14 @@ def test_on_demand_is_not_spot(plan: Plan) -> None:
 def test_the_command_asks_for_gpus_and_keeps_the_journal_where_nodes_see_it(plan: Plan) -> None:
     job = job_of(plan, "g6e.8xlarge", output="s3://jobs/out", model="mixtral-8x7b")
     words = job.command("ray-aws")
-    assert words[words.index("--journal") + 1] == "/data/out.journal"
+    assert words[words.index("--journal") + 1] == "s3://jobs/out.journal"
     assert words[words.index("--device") + 1] == "cuda"
     assert words[words.index("--model") + 1] == "/data/models/mixtral-8x7b"
     assert job.command("kuberay")[3] == "/models/mixtral-8x7b"
     assert "--journal" not in job_of(plan, "g6e.8xlarge").command("ray-aws")
+    for output in ("s3://jobs/out?region=x", "hf://datasets/me/out", "s3://out"):
+        words = job_of(plan, "g6e.8xlarge", output=output).command("ray-aws")
+        assert words[words.index("--journal") + 1].startswith("/data/out")
     # Nodes that download the weights have room for them.
     assert job.disk_gb == 150
     assert job_of(plan, "g6e.8xlarge").disk_gb == 250
@@ -104,6 +111,28 @@ def test_the_command_asks_for_gpus_and_keeps_the_journal_where_nodes_see_it(plan
     assert {bucket.command(kind)[3] for kind in KINDS} == {"s3://models/mixtral"}
     host = replace(plan, hardware=HOST)
     assert "--device" not in job_of(host, "node.json").command("kuberay")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_in_buckets_and_of_the_hub_needs_no_file_system(
+    kind: str, plan: Plan, tmp_path: Path
+) -> None:
+    instance = "a2-ultragpu-1g" if kind == "ray-gcp" else "g6e.8xlarge"
+    model = "s3://jobs/model" if kind == "kuberay" else "owner/name"  # pods have a claim for those
+    rows = {"source": "s3://jobs/in", "output": "s3://jobs/out"}
+    text = job_of(plan, instance, model=model, written_by=(), **rows).render(kind)
+    assert not re.search(r"FILE_SYSTEM|nfs|/data\b|/models|raymoe-data", text)
+    assert "fsspec[s3]" in text
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    found = {one.name: one for one in examine_file(path)}
+    assert found["rows and journal"].status is Status.OK
+    assert found["model"].status is Status.OK
+    assert "FILE_SYSTEM" not in found["left to replace"].value
+    # One thing that is not there needs it again.
+    for changes in ({"source": "/data/in"}, {"output": "/data/out"}, {"model": "mixtral-8x7b"}):
+        text = job_of(plan, instance, **{"model": model, **rows, **changes}).render(kind)
+        assert re.search(r"/data\b|/models", text), changes
 
 
 @pytest.mark.parametrize(
