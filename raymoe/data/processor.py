@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from raymoe.data.generator import MoEGenerator, check_options, output_columns
 from raymoe.data.journal_place import place_of
 from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
+from raymoe.data.request_column import as_in_ray
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
@@ -156,6 +157,9 @@ class MoEEngineProcessorConfig:
         tokenize_stage: False if rows have token ids in ``tokenized_prompt``.
         detokenize_stage: The text is always made.
         max_concurrent_batches: Calls in flight per actor; the planner chooses if it is 8.
+        apply_chat_template: What Ray called ``chat_template_stage`` before, as it did
+            `chat_template`, `tokenize`, `detokenize`, `has_image`, `resources_per_bundle` (now
+            ``placement_group_config``) and `experimental`.
     """
 
     model_source: str
@@ -176,6 +180,39 @@ class MoEEngineProcessorConfig:
     log_engine_metrics: bool = True
     dynamic_lora_loading_path: str | None = None
     placement_group_config: dict[str, Any] | None = None
+    apply_chat_template: InitVar[bool | None] = None
+    chat_template: InitVar[str | None] = None
+    tokenize: InitVar[bool | None] = None
+    detokenize: InitVar[bool | None] = None
+    has_image: InitVar[bool | None] = None
+    resources_per_bundle: InitVar[dict[str, float] | None] = None
+    experimental: InitVar[dict[str, Any] | None] = None
+
+    def __post_init__(  # noqa: PLR0917 - names of Ray before 2.60
+        self,
+        apply_chat_template: bool | None,
+        chat_template: str | None,
+        tokenize: bool | None,
+        detokenize: bool | None,
+        has_image: bool | None,
+        resources_per_bundle: dict[str, float] | None,
+        experimental: dict[str, Any] | None,
+    ) -> None:
+        if apply_chat_template is not None:
+            self.chat_template_stage = apply_chat_template
+        if chat_template is not None:
+            self.chat_template_stage = {"chat_template": chat_template}
+        if tokenize is not None:
+            self.tokenize_stage = tokenize
+        if detokenize is not None:
+            self.detokenize_stage = detokenize
+        if has_image is not None:
+            self.prepare_multimodal_stage = has_image
+        if resources_per_bundle is not None:
+            self.placement_group_config = {"bundle_per_worker": resources_per_bundle}
+        tasks = (experimental or {}).get("max_tasks_in_flight_per_actor")
+        if tasks is not None:
+            self.max_tasks_in_flight_per_actor = tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,26 +275,58 @@ class Processor:
             name, kind, SAMPLING_COLUMN,
         )  # fmt: skip
 
-    def _before(self, preprocess: MapRow, row: Row) -> Row:
-        row = {**row, **preprocess(row)}
+    def _before(self, preprocess: Callable[[Row], Any], row: Row) -> Row:
+        added = preprocess(row)
+        if not isinstance(added, Mapping):
+            kind = type(added).__name__
+            raise TypeError(f"preprocess returned a {kind}; it returns a dict for each row")
+        row = {**row, **added}
+        self._refuse_other_requests(row)
         if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN and "prompt" in row:
             row.setdefault(TOKENS_COLUMN, row["prompt"])
         return {name: cell for name, cell in row.items() if name not in self.output_names}
 
+    def _refuse_other_requests(self, row: Row) -> None:
+        """Refuse what Ray's engine would have read of a row, and this one does not."""
+        for name, advice in _OF_OTHER_REQUESTS.items():
+            if _without_nulls(row.get(name)) not in _NOTHING:
+                raise ConfigError(f"a row has {name}={row[name]!r:.60}; {advice}")
+        model = row.get("model", self.model_source)
+        if model not in {self.model_source, None}:
+            raise ConfigError(
+                f"a row has model={model!r:.60}, for which ray.data.llm loads an adapter; a job "
+                "has one here: give adapter in engine_kwargs, and leave 'model' out of the rows"
+            )
+
     def _after(self, postprocess: MapRow, row: Row) -> Row:
         prefix = self.operator_kwargs.get("column_prefix", "")
         error = prefix + ERROR_COLUMN
+        row = as_in_ray(row, prefix)
         if row[error]:
             return row
-        if f"{prefix}embedding" in row:
-            row[f"{prefix}embeddings"] = row[f"{prefix}embedding"]  # Ray's name
+        for name in (SAMPLING_COLUMN, TOKENS_COLUMN):  # which Ray's engine has taken
+            row.pop(name, None)
         if not self.should_continue_on_error:
-            return postprocess(row)
+            return _row_of(postprocess(row))
         try:
             with in_step("postprocessing the row"):
-                return {**postprocess(dict(row)), error: ""}
+                return {**_row_of(postprocess(dict(row))), error: ""}
         except Exception as problem:
             return row | {error: describe(problem)}
+
+
+def _row_of(result: Any) -> Row:
+    if not isinstance(result, Mapping):
+        kind = type(result).__name__
+        raise TypeError(f"postprocess returned a {kind}; it returns a dict for each row")
+    return dict(result)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys that Arrow has added because other rows have them."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: cell for key, cell in value.items() if cell is not None}
 
 
 def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
@@ -285,7 +354,7 @@ def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
 def _plain(function: Callable[[Row], Any]) -> MapRow:
     """Return the function that waits for what a coroutine returns."""
     call = function if inspect.isroutine(function) else type(function).__call__
-    if not inspect.iscoroutinefunction(call):
+    if not (inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(function)):
         return function
     return functools.partial(_run, function)
 
@@ -295,6 +364,16 @@ def _run(function: Callable[[Row], Any], row: Row) -> Row:
 
 
 TOKENS_COLUMN = "tokenized_prompt"
+_NOTHING: tuple[Any, ...] = (None, {}, [])
+_NO_IMAGES = "raymoe takes text: leave it out"
+_OF_OTHER_REQUESTS = {
+    "pooling_params": "give task_options in builder_kwargs, such as {'dimensions': 256}",
+    "tokenization_kwargs": "give max_model_len and on_too_long in engine_kwargs, such as 512 and "
+                           "'truncate_right'",
+    "multimodal_data": _NO_IMAGES,
+    "mm_processor_kwargs": _NO_IMAGES,
+    "multimodal_uuids": _NO_IMAGES,
+}  # fmt: skip
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
 _STAGE_FIELDS = ("enabled", "chat_template_kwargs")
 # Sizes of Ray's own processes for a stage, which raymoe does not have.
@@ -339,9 +418,13 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
         "messages_column": "messages" if is_chat else NO_COLUMN,
         "engine_config": _engine_config(given),
-        "task": given["task_type"],
+        # Of a head with one output, which Ray calls a score, and raymoe a class.
+        "task": "classify" if given["task_type"] == "score" else given["task_type"],
         "batch_size": given["batch_size"],
         "should_continue_on_error": given["should_continue_on_error"],
+        "reasoning_parser": "none",  # texts are whole, as vLLM's are
+        "tool_call_parser": "none",
+        "has_request": True,
         **{name: given[name] for name in ("accelerator_type", "runtime_env")},
         **_pool_sizes(given),
         **builder,
@@ -383,6 +466,10 @@ def _fields_of(config: Any) -> Row:
             "raymoe.MoEEngineProcessorConfig or ray.data.llm's vLLMEngineProcessorConfig"
         )
     given = {name: getattr(config, name) for name in _FIELDS}
+    unknown = sorted({*getattr(config, "model_fields_set", ())} - _FIELDS.keys())
+    if unknown:
+        raise ConfigError(f"config has {unknown[0]}={getattr(config, unknown[0])!r:.60}, which "
+                          "raymoe does not know; leave it out")  # fmt: skip
     if "concurrency" not in getattr(config, "model_fields_set", _FIELDS):
         given["concurrency"] = None  # Ray's default of one actor is nobody's choice
     given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
