@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from raymoe.config import (
     ENGINE_NAMES,
@@ -27,12 +29,13 @@ from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.download.files import UnreachableError
-from raymoe.download.models import find_files
+from raymoe.download.hub import HubModel
+from raymoe.download.models import find_files, open_model
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
 from raymoe.specs.files import read_config
 from raymoe.specs.workload import TASKS
-from raymoe.vllm_names import NAMES, engine_options, only
+from raymoe.vllm_names import NAMES, engine_options, has_no_effect, only
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -230,9 +233,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """A pipeline from one dataset to another: preprocess, generate, postprocess."""
+    """A pipeline from one dataset to another: preprocess, generate, postprocess.
+
+    Attributes:
+        model_name: The model as it was named; `model_source` has its revision too.
+    """
 
     model_source: str
+    model_name: str
     operator_kwargs: Mapping[str, Any]
     output_names: frozenset[str]
     preprocess: Callable[..., Any]
@@ -289,10 +297,10 @@ class Processor:
     def _refuse_other_requests(self, row: Row) -> None:
         """Refuse what Ray's engine would have read of a row, and this one does not."""
         for name, advice in _OF_OTHER_REQUESTS.items():
-            if _without_nulls(row.get(name)) not in _NOTHING:
+            if _has_effect(row.get(name)):
                 raise ConfigError(f"a row has {name}={row[name]!r:.60}; {advice}")
-        model = row.get("model", self.model_source)
-        if model not in {self.model_source, None}:
+        model = row.get("model")
+        if model not in {self.model_name, None}:
             raise ConfigError(
                 f"a row has model={model!r:.60}, for which ray.data.llm loads an adapter; a job "
                 "has one here: give adapter in engine_kwargs, and leave 'model' out of the rows"
@@ -322,11 +330,13 @@ def _row_of(result: Any) -> Row:
     return dict(result)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop the keys that Arrow has added because other rows have them."""
-    if not isinstance(value, Mapping):
-        return value
-    return {key: cell for key, cell in value.items() if cell is not None}
+def _has_effect(options: Any) -> bool:
+    """Whether something is given; Arrow gives rows the keys of others, without values."""
+    if not isinstance(options, Mapping):
+        return options is not None
+    return any(
+        value is not None and not has_no_effect(name, value) for name, value in options.items()
+    )
 
 
 def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
@@ -364,7 +374,6 @@ def _run(function: Callable[[Row], Any], row: Row) -> Row:
 
 
 TOKENS_COLUMN = "tokenized_prompt"
-_NOTHING: tuple[Any, ...] = (None, {}, [])
 _NO_IMAGES = "raymoe takes text: leave it out"
 _OF_OTHER_REQUESTS = {
     "pooling_params": "give task_options in builder_kwargs, such as {'dimensions': 256}",
@@ -379,6 +388,11 @@ _STAGE_FIELDS = ("enabled", "chat_template_kwargs")
 # Sizes of Ray's own processes for a stage, which raymoe does not have.
 _STAGE_SIZES = frozenset(("batch_size", "concurrency", "num_cpus", "memory", "runtime_env"))
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+# Arguments that name files of the model, or say what is in them.
+_OF_MODEL = frozenset(
+    ("task_type", "model", "revision", "tokenizer_revision", "code_revision", "quantization",
+     "hf_overrides")
+)  # fmt: skip
 _RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
 
 
@@ -430,13 +444,17 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         **builder,
     }
     of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
-    check_options(given["model_source"], of_rows, POOL_OPTIONS)
-    _fetch_for_plan(given)
-    check_options(given["model_source"], of_rows, POOL_OPTIONS)  # again: more is known now
+    name, engine_kwargs = str(given["model_source"]), given["engine_kwargs"]
+    model = _at_revision(name, engine_kwargs)
+    check_options(model, of_rows, POOL_OPTIONS)
+    _fetch_for_plan(model, given["runtime_env"])
+    check_options(model, of_rows, POOL_OPTIONS)  # again: more is known now
+    _check_model(model, engine_kwargs)
     return Processor(
-        model_source=str(given["model_source"]),
+        model_source=model,
+        model_name=name,
         operator_kwargs=options,
-        output_names=output_columns(given["model_source"], options).names,
+        output_names=output_columns(model, options).names,
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},
@@ -450,9 +468,9 @@ def _same(row: Row) -> Row:
     return row
 
 
-def _fetch_for_plan(given: Mapping[str, Any]) -> None:
+def _fetch_for_plan(model: str, runtime_env: Mapping[str, Any] | None) -> None:
     try:
-        fetch_for_plan(given["model_source"], runtime_env=given["runtime_env"])
+        fetch_for_plan(model, runtime_env=runtime_env)
     except UnreachableError as error:  # a job with it asks again
         logger.info("nothing is known of the model yet: %s", error)
 
@@ -511,6 +529,9 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
     return stage
 
 
+_PROCESSORS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+
+
 def _pool_sizes(given: Mapping[str, Any]) -> Row:
     concurrency = given["concurrency"]
     options: Row = {} if concurrency is None else _actors_of(concurrency)
@@ -527,8 +548,11 @@ def _resources(given: Mapping[str, Any]) -> Row:
         return {}
     num_ranks = given["engine_kwargs"].get("tensor_parallel_size", 1)
     bundles = group.get("bundles") or [group.get("bundle_per_worker") or {}] * num_ranks
-    cpus, gpus = (sum(one.get(name) or 0 for one in bundles[:num_ranks]) for name in ("CPU", "GPU"))
-    return {"num_gpus": gpus, **({"num_cpus": cpus} if cpus else {})}
+    total: Counter[str] = Counter()
+    for bundle in bundles[:num_ranks]:
+        total.update({name: amount or 0 for name, amount in bundle.items()})
+    options = {key: total.pop(name) for name, key in _PROCESSORS.items() if name in total}
+    return options | ({"resources": dict(total)} if total else {})
 
 
 def _actors_of(concurrency: Any) -> Row:
@@ -544,12 +568,24 @@ def _actors_of(concurrency: Any) -> Row:
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     """Translate arguments of vLLM's engine; those of `EngineConfig` stay."""
     ours: Row = {}
-    options = {key: one for key, one in given["engine_kwargs"].items() if key != "task_type"}
-    _take_model_names(options, given["model_source"])
+    options = {key: one for key, one in given["engine_kwargs"].items() if key not in _OF_MODEL}
+    model = given["model_source"]
+    if str(options.get("tokenizer") or model) == str(model):
+        options.pop("tokenizer", None)
+    else:
+        raise ConfigError(
+            f"engine_kwargs has tokenizer={options['tokenizer']!r}; raymoe takes that of the "
+            "model: put its files into the model's directory"
+        )
     for key, value in engine_options(options, ENGINE_NAMES).items():
         name = _RENAMED.get(key, key)
         if name in ENGINE_NAMES:
             ours[name] = _DTYPE_ALIASES.get(value, value) if name.endswith("dtype") else value
+        elif name == "enable_lora":
+            raise ConfigError(
+                f"engine_kwargs has enable_lora={value!r}, for adapters (LoRA) of single rows; a "
+                "job has one here: give adapter in engine_kwargs"
+            )
         elif values := only(name):
             allowed = " or ".join(map(repr, values))
             raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {allowed}")
@@ -560,23 +596,61 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     return as_engine_config(ours)
 
 
-def _take_model_names(options: dict[str, Any], model: str | Path) -> None:
-    """Take arguments that say of the model what its own files say."""
-    if str(options.get("tokenizer", model)) == str(model):
-        options.pop("tokenizer", None)
-    if "tokenizer" in options:
-        found = options["tokenizer"]
-        raise ConfigError(f"engine_kwargs has tokenizer={found!r}; raymoe takes that of the model: "
-                          "put its files into the model's directory")  # fmt: skip
-    asked, directory = options.pop("quantization", None), find_files(model)
-    if asked is None:
-        return
+def _at_revision(model: str | Path, engine_kwargs: Mapping[str, Any]) -> str:
+    """Return the model at the revision that is asked for, as `open_model` takes it."""
+    revision = engine_kwargs.get("revision")
+    for name in ("tokenizer_revision", "code_revision"):
+        other = engine_kwargs.get(name)
+        if other not in {None, "main", revision}:
+            raise ConfigError(f"engine_kwargs has {name}={other!r}, and revision={revision!r}; "
+                              "raymoe takes all files of a model at one revision")  # fmt: skip
+    if revision is None:
+        return str(model)
+    if not isinstance(open_model(model), HubModel):
+        raise ConfigError(f"engine_kwargs has revision={revision!r}, which only a model of the hub "
+                          f"has; {str(model)!r} is none")  # fmt: skip
+    name = str(model).removeprefix("hf://")
+    return f"hf://{name}@{quote(str(revision), safe='')}"
+
+
+def _check_model(model: str | Path, engine_kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict the files of the model."""
+    directory = find_files(model)
+    for name in ("quantization", "hf_overrides"):
+        if engine_kwargs.get(name) and directory is None:
+            logger.warning("%s=%r is left to the model, whose files are not known here",
+                           name, engine_kwargs[name])  # fmt: skip
     if directory is None:
-        logger.warning("quantization=%r is left to the model, whose files say it", asked)
         return
-    config = read_config(directory).get("quantization_config")
-    method = str(config.get("quant_method")) if isinstance(config, Mapping) else None
-    if method is None or _method(str(asked)) != _method(method):
+    config = read_config(directory)
+    _check_quantization(engine_kwargs.get("quantization"), config)
+    overrides = engine_kwargs.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        kind = type(overrides).__name__
+        raise ConfigError(f"engine_kwargs has hf_overrides of the type {kind}; raymoe takes a dict")
+    for name, value, own in _differences(overrides, config):
+        raise ConfigError(
+            f"engine_kwargs has hf_overrides with {name}={value!r:.60}, but config.json of the "
+            f"model has {own!r:.60}; change it in a copy of the model's directory"
+        )
+
+
+def _differences(
+    overrides: Mapping[str, Any], config: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield names and values that a configuration has otherwise, and those that it has."""
+    for name, value in overrides.items():
+        own = config.get(name)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            yield from _differences(value, own, f"{place}{name}.")
+        elif value != own:
+            yield place + name, value, own
+
+
+def _check_quantization(asked: Any, config: Mapping[str, Any]) -> None:
+    stored = config.get("quantization_config")
+    method = str(stored.get("quant_method")) if isinstance(stored, Mapping) else None
+    if asked is not None and (method is None or _method(str(asked)) != _method(method)):
         raise ConfigError(
             f"engine_kwargs has quantization={asked!r}, but the model is "
             f"{'not quantised' if method is None else 'quantised as ' + repr(method)}; leave it "
