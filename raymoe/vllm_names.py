@@ -20,7 +20,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "logits_processors": ([],), "extra_args": ({},),
     "flat_logprobs": (False,), "detokenize": _BOTH, "spaces_between_special_tokens": _BOTH,
     "skip_reading_prefix_cache": _BOTH, "skip_clone": _BOTH, "output_kind": (0, 1, 2),
-    "truncate_prompt_tokens": (-1,),
+    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
 # The same of an engine.
 _ENGINE: dict[str, tuple[Any, ...]] = {

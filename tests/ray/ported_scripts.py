@@ -1,6 +1,7 @@
 """Scripts as people write them for ray.data.llm, each in the form of a public one.
 
-`llm` is what they import from, `model` a directory; each returns the dataset that it writes.
+`llm` and `data` are what they import from, ray.data.llm and ray.data; `model` is a directory.
+Each returns the dataset that it writes.
 """
 # ruff: noqa: C408 - as people write them
 
@@ -13,9 +14,8 @@ from typing import Any
 
 import pandas as pd
 import pydantic
-import ray
 
-Script = Callable[[Any, str, Path], Any]
+Script = Callable[[Any, Any, str, Path], Any]
 SCRIPTS: dict[str, Script] = {}
 REFUSED: dict[str, tuple[Script, str]] = {}
 
@@ -43,7 +43,7 @@ def asked(text: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 @script
-def quickstart(llm, model, _path):
+def quickstart(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         concurrency=1,
@@ -58,11 +58,11 @@ def quickstart(llm, model, _path):
         },
         postprocess=lambda row: {"prompt": row["prompt"], "response": row["generated_text"]},
     )
-    return processor(ray.data.from_items(DATES))
+    return processor(data.from_items(DATES))
 
 
 @script
-def disaggregated_tokenization(llm, model, _path):
+def disaggregated_tokenization(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={"max_model_len": 512},
@@ -79,7 +79,7 @@ def disaggregated_tokenization(llm, model, _path):
         ),
         postprocess=lambda row: dict(resp=row["generated_text"]),
     )
-    return processor(ray.data.from_items(["date: 3 May 2021 ->", "amount: EUR 3,50 ->"]))
+    return processor(data.from_items(["date: 3 May 2021 ->", "amount: EUR 3,50 ->"]))
 
 
 class Explained(pydantic.BaseModel):
@@ -88,7 +88,7 @@ class Explained(pydantic.BaseModel):
 
 
 @script
-def structured_output(llm, model, _path):
+def structured_output(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs=dict(guided_decoding_backend="xgrammar", dtype="half", max_model_len=256),
@@ -106,11 +106,11 @@ def structured_output(llm, model, _path):
         ),
         postprocess=lambda row: {"resp": row["generated_text"]},
     )
-    return processor(ray.data.range(4)).materialize()
+    return processor(data.range(4)).materialize()
 
 
 @script
-def synthetic_questions(llm, model, path):
+def synthetic_questions(llm, data, model, path):
     """With the later name of structured outputs, a prompt of its own, and rows to flatten."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
@@ -133,14 +133,14 @@ def synthetic_questions(llm, model, path):
         },
         postprocess=lambda row: {"pairs": [row["generated_text"], row["title"]]},
     )  # fmt: skip
-    pairs = processor(ray.data.from_items(DATES))
+    pairs = processor(data.from_items(DATES))
     pairs = pairs.flat_map(lambda row: [{"text": text} for text in row["pairs"]])
     pairs.write_parquet(str(path))
-    return ray.data.read_parquet(str(path))
+    return data.read_parquet(str(path))
 
 
 @script
-def embeddings(llm, model, _path):
+def embeddings(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         task_type="embed",
@@ -162,11 +162,11 @@ def embeddings(llm, model, _path):
             "norm": round(sum(x * x for x in row["embeddings"]), 2),
         },
     )
-    return processor(ray.data.from_items([{"text": t} for t in ("Hello world", "A sentence")]))
+    return processor(data.from_items([{"text": t} for t in ("Hello world", "A sentence")]))
 
 
 @script
-def embedded_chunks(llm, model, _path):
+def embedded_chunks(llm, data, model, _path):
     """A chain of document chunks; preprocess changes the row itself."""
 
     def before(row):
@@ -194,11 +194,11 @@ def embedded_chunks(llm, model, _path):
             took_s=row["begin_s"],
         ),
     )
-    return processor(ray.data.from_items([{"text": "ab", "chunk_index": i} for i in range(3)]))
+    return processor(data.from_items([{"text": "ab", "chunk_index": i} for i in range(3)]))
 
 
 @script
-def classification(llm, model, _path):
+def classification(llm, data, model, _path):
     """`model` is replaced by a classifier."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
@@ -219,11 +219,11 @@ def classification(llm, model, _path):
             else None,
         },
     )
-    return processor(ray.data.from_items([{"text": "abc"}, {"text": "light into energy"}]))
+    return processor(data.from_items([{"text": "abc"}, {"text": "light into energy"}]))
 
 
 @script
-def classified_tokens(llm, model, _path):
+def classified_tokens(llm, data, model, _path):
     """As a benchmark does it: token ids, typed stages, and `pooling_params`."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
@@ -245,11 +245,11 @@ def classified_tokens(llm, model, _path):
         postprocess=lambda row: {"prompt": row["prompt"], "prob": float(row["embeddings"][0])},
     )
     rows = [{"prompt": "x" * i, "input_ids": [5 + i] * i} for i in range(1, 4)]
-    return processor(ray.data.from_items(rows))
+    return processor(data.from_items(rows))
 
 
 @script
-def haikus_of_a_file(llm, model, path):
+def haikus_of_a_file(llm, data, model, path):
     """That of vLLM's own repository: a text file, and all columns in the output."""
     (path / "prompts.txt").write_text("".join(f"{row['prompt']}\n" for row in DATES))
     config = llm.vLLMEngineProcessorConfig(
@@ -268,15 +268,15 @@ def haikus_of_a_file(llm, model, path):
         ),
         postprocess=lambda row: dict(answer=row["generated_text"], **row),
     )
-    rows = processor(ray.data.read_text(str(path / "prompts.txt"))).take(limit=10)
-    return ray.data.from_items(
+    rows = processor(data.read_text(str(path / "prompts.txt"))).take(limit=10)
+    return data.from_items(
         [{"prompt": r["prompt"], "generated_text": r["generated_text"], "names": sorted(r)}
          for r in rows]
     )  # fmt: skip
 
 
 @script
-def short_answers_as_json(llm, model, path):
+def short_answers_as_json(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model, engine_kwargs={"max_model_len": 512}, concurrency=1, batch_size=32
     )
@@ -287,13 +287,13 @@ def short_answers_as_json(llm, model, path):
         ),
         postprocess=lambda row: {"out": row["generated_text"], **row},
     )
-    processor(ray.data.from_items(DATES)).write_json(str(path))
-    found = ray.data.read_json(str(path))
+    processor(data.from_items(DATES)).write_json(str(path))
+    found = data.read_json(str(path))
     return found.select_columns(["out", "id", "prompt", "num_input_tokens", "generated_tokens"])
 
 
 @script
-def haikus_on_other_chips(llm, model, _path):
+def haikus_on_other_chips(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={
@@ -311,11 +311,11 @@ def haikus_on_other_chips(llm, model, _path):
         ),
         postprocess=lambda row: dict(answer=row["generated_text"], **row),
     )
-    return processor(ray.data.from_items(["date: 3 May 2021 ->"])).select_columns(["answer"])
+    return processor(data.from_items(["date: 3 May 2021 ->"])).select_columns(["answer"])
 
 
 @script
-def benchmark_of_a_cluster(llm, model, _path):
+def benchmark_of_a_cluster(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={"tensor_parallel_size": 1, "trust_remote_code": True},
@@ -335,15 +335,15 @@ def benchmark_of_a_cluster(llm, model, _path):
             "num_output_tokens": row["num_generated_tokens"],
         },
     )
-    return processor(ray.data.from_items(DATES))
+    return processor(data.from_items(DATES))
 
 
 @script
-def dates_of_customers(llm, model, path):
+def dates_of_customers(llm, data, model, path):
     """A template of Anyscale's: a table, blocks of its own, an accelerator."""
     table = pd.DataFrame({"Customer": ["a", "b", "c"], "Subscribed": ["3 May 2021"] * 3})
     table.to_csv(path / "customers.csv")
-    dataset = ray.data.read_csv(str(path / "customers.csv")).limit(1000).repartition(num_blocks=4)
+    dataset = data.read_csv(str(path / "customers.csv")).limit(1000).repartition(num_blocks=4)
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs=dict(max_model_len=256, max_num_batched_tokens=65536, max_num_seqs=1024),
@@ -368,9 +368,9 @@ def dates_of_customers(llm, model, path):
 
 
 @script
-def without_functions(llm, model, path):
+def without_functions(llm, data, model, path):
     """Rows that are requests already, and no function at all."""
-    ray.data.from_items(DATES).write_parquet(str(path))
+    data.from_items(DATES).write_parquet(str(path))
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs=dict(enable_prefix_caching=True, max_model_len=512),
@@ -378,17 +378,15 @@ def without_functions(llm, model, path):
         concurrency=1,
     )
     processor = llm.build_processor(config)
-    dataset = ray.data.read_parquet(str(path)).map(
+    dataset = data.read_parquet(str(path)).map(
         lambda row: {"messages": asked(row["prompt"]), "sampling_params": SAMPLING}
     )
     rows = processor(dataset).take_all()
-    return ray.data.from_items(
-        [{"text": row["generated_text"], "names": sorted(row)} for row in rows]
-    )
+    return data.from_items([{"text": row["generated_text"], "names": sorted(row)} for row in rows])
 
 
 @script
-def attacks_on_guards(llm, model, path):
+def attacks_on_guards(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={
@@ -404,9 +402,9 @@ def attacks_on_guards(llm, model, path):
         ),
         postprocess=lambda row: dict(answer=row["generated_text"], **row),
     )
-    rows = processor(ray.data.from_items([{"text": row["prompt"]} for row in DATES])).take_all()
+    rows = processor(data.from_items([{"text": row["prompt"]} for row in DATES])).take_all()
     (path / "answers.json").write_text(json.dumps(rows))
-    return ray.data.from_items([{"answer": r["answer"], "text": r["text"]} for r in rows])
+    return data.from_items([{"answer": r["answer"], "text": r["text"]} for r in rows])
 
 
 NAMES_TO_DROP = [
@@ -417,7 +415,7 @@ NAMES_TO_DROP = [
 
 
 @script
-def extraction_from_articles(llm, model, _path):
+def extraction_from_articles(llm, data, model, _path):
     """A long pipeline: columns are carried through preprocess, and those of the engine dropped."""
 
     def preprocess(row):
@@ -447,11 +445,11 @@ def extraction_from_articles(llm, model, _path):
     )  # fmt: skip
     processor = llm.build_processor(config, preprocess=preprocess, postprocess=postprocess)
     frame = pd.DataFrame({"id": range(3), "article": ["May 2021", "June 1999", "2020"]})
-    return processor(ray.data.from_pandas(frame))
+    return processor(data.from_pandas(frame))
 
 
 @script
-def translation(llm, model, _path):
+def translation(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         accelerator_type="L4",
@@ -470,11 +468,11 @@ def translation(llm, model, _path):
         ),
         postprocess=lambda row: {"translated": row["generated_text"], "id": row["id"]},
     )
-    return processor(ray.data.from_items(DATES))
+    return processor(data.from_items(DATES))
 
 
 @script
-def seeds_by_row(llm, model, _path):
+def seeds_by_row(llm, data, model, _path):
     """A class around a processor of an older Ray: a bundle, variables, a seed in each row."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
@@ -507,12 +505,12 @@ def seeds_by_row(llm, model, _path):
 
     processor = llm.build_processor(config, preprocess=preprocess, postprocess=postprocess)
     frame = pd.DataFrame(DATES).assign(seed=[1, 2, 3, 4, 5])
-    results = processor(ray.data.from_pandas(frame)).materialize().to_pandas().to_dict("records")
-    return ray.data.from_items([{"output": r["output"], "seed": r["seed"]} for r in results])
+    results = processor(data.from_pandas(frame)).materialize().to_pandas().to_dict("records")
+    return data.from_items([{"output": r["output"], "seed": r["seed"]} for r in results])
 
 
 @script
-def samples_of_premises(llm, model, _path):
+def samples_of_premises(llm, data, model, _path):
     """`n` copies of a row, each with parameters of its own in a column."""
 
     def copies(row):
@@ -548,11 +546,11 @@ def samples_of_premises(llm, model, _path):
         },
         postprocess=postprocess,
     )  # fmt: skip
-    return processor(ray.data.from_items(DATES).flat_map(copies))
+    return processor(data.from_items(DATES).flat_map(copies))
 
 
 @script
-def several_completions(llm, model, path):
+def several_completions(llm, data, model, path):
     """`n` above 1, of which Ray keeps the first; metrics of the rows."""
 
     def postprocess(row):
@@ -577,12 +575,12 @@ def several_completions(llm, model, path):
         preprocess=lambda row: {"messages": asked(row["prompt"]), "sampling_params": params},
         postprocess=postprocess,
     )
-    processor(ray.data.from_pandas(pd.DataFrame(DATES))).write_parquet(str(path))
-    return ray.data.read_parquet(str(path))
+    processor(data.from_pandas(pd.DataFrame(DATES))).write_parquet(str(path))
+    return data.read_parquet(str(path))
 
 
 @script
-def base_and_instructed_models(llm, model, _path):
+def base_and_instructed_models(llm, data, model, _path):
     """A class hierarchy: methods as functions, all rows taken and sorted by id."""
 
     class Model:
@@ -604,12 +602,12 @@ def base_and_instructed_models(llm, model, _path):
         for row in DATES
     ]
     processor = Model(engine_kwargs={"max_model_len": 256}, concurrency=1, batch_size=4).processor
-    results = sorted(processor(ray.data.from_items(of_rows)).take(5), key=lambda row: row["id"])
-    return ray.data.from_items([{"ids": r["prompt_token_ids"], "id": r["id"]} for r in results])
+    results = sorted(processor(data.from_items(of_rows)).take(5), key=lambda row: row["id"])
+    return data.from_items([{"ids": r["prompt_token_ids"], "id": r["id"]} for r in results])
 
 
 @script
-def labels_with_templates(llm, model, _path):
+def labels_with_templates(llm, data, model, _path):
     """Functions made by functions; rows keep their ids; JSON is read where it is some."""
 
     def make_preprocess(template, params):
@@ -634,11 +632,11 @@ def labels_with_templates(llm, model, _path):
         postprocess=functools.partial(postprocess, name="output"),
     )
     rows = [{"row_id": str(i), "text": f"{i} May 2021"} for i in range(3)]
-    return processor(ray.data.from_items(rows))
+    return processor(data.from_items(rows))
 
 
 @script
-def raw_prompts_and_failures(llm, model, _path):
+def raw_prompts_and_failures(llm, data, model, _path):
     """Without a chat template, with rows that fail and stay, joined to what they came from."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
@@ -659,15 +657,15 @@ def raw_prompts_and_failures(llm, model, _path):
         postprocess=lambda row: {"id": row["id"], "answer": row["generated_text"]},
     )
     rows = [*DATES, {"id": 9, "prompt": "x" * 100}]
-    found = processor(ray.data.from_items(rows)).take_all()
-    return ray.data.from_items(
+    found = processor(data.from_items(rows)).take_all()
+    return data.from_items(
         [{"id": r["id"], "answer": r.get("answer", ""), "failed": bool(r["__inference_error__"]),
           "start": r.get("prompt", "")[:3]} for r in found]
     )  # fmt: skip
 
 
 @script
-def log_probabilities(llm, model, _path):
+def log_probabilities(llm, data, model, _path):
     """Judges that weigh their answers by the probabilities of tokens."""
 
     def postprocess(row):
@@ -690,11 +688,11 @@ def log_probabilities(llm, model, _path):
         },
         postprocess=postprocess,
     )  # fmt: skip
-    return processor(ray.data.from_items(DATES))
+    return processor(data.from_items(DATES))
 
 
 @script
-def a_stage_after_another(llm, model, _path):
+def a_stage_after_another(llm, data, model, _path):
     """Two processors, the second a judge of the first; resources of the functions are given."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model, engine_kwargs={"max_model_len": 256}, concurrency=1, batch_size=16
@@ -713,12 +711,12 @@ def a_stage_after_another(llm, model, _path):
         ),
         postprocess=lambda row: dict(id=row["id"], verdict=row["generated_text"]),
     )
-    written = writer(ray.data.from_items(DATES)).materialize()
+    written = writer(data.from_items(DATES)).materialize()
     return judge(written)
 
 
 @refused("LoRA")
-def an_adapter_by_row(llm, model, _path):
+def an_adapter_by_row(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         runtime_env={"env_vars": {"VLLM_USE_V1": "0"}},
@@ -734,15 +732,15 @@ def an_adapter_by_row(llm, model, _path):
             model="adapters/one", messages=asked(row["prompt"]), sampling_params=SAMPLING
         ),
     )
-    return processor(ray.data.from_items(DATES))
+    return processor(data.from_items(DATES))
 
 
 @refused("kv_cache_dtype='fp8'")
-def a_rounded_cache(llm, model, _path):
+def a_rounded_cache(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={"max_model_len": 256, "kv_cache_dtype": "fp8"},
         concurrency=(1, 1),
         batch_size=64,
     )
-    return llm.build_processor(config)(ray.data.from_items(DATES))
+    return llm.build_processor(config)(data.from_items(DATES))

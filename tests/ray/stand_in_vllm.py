@@ -11,12 +11,12 @@ import warnings
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import pyarrow as pa
-import ray
+import pytest
 import torch
 
 from raymoe import Engine, MoEEngineProcessorConfig
 from raymoe.engine.tasks.rows import TaskRow
+from tests.ray import local_data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's, about pydantic
@@ -50,8 +50,8 @@ class RequestOutput(SimpleNamespace):
     finished = True
 
 
-class PoolingRequestOutput(RequestOutput):
-    pass
+class PoolingRequestOutput(SimpleNamespace):
+    finished = True
 
 
 class AsyncEngine:
@@ -169,20 +169,13 @@ class LocalProcessor:
             udf = stage.fn(**kwargs["fn_constructor_kwargs"])
             data = asyncio.run(_run(udf, [row[processor.DATA_COLUMN] for row in rows]))
             rows = [{processor.DATA_COLUMN: row} for row in data]
-        return ray.data.from_items([processor.postprocess(row) for row in rows])
+        return local_data.from_items([processor.postprocess(row) for row in rows])
 
 
 async def _run(stage: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     async for batch in stage({stage.data_column: rows}):
-        return _through_arrow(batch[stage.data_column])
+        return local_data.through_arrow(batch[stage.data_column])
     raise AssertionError("a stage has no output")
-
-
-def _through_arrow(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    try:
-        return pa.array(rows).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return rows  # Ray pickles them
 
 
 def config(**options: Any) -> Any:
@@ -195,8 +188,14 @@ def config(**options: Any) -> Any:
 
 
 def build_processor(*args: Any, **kwargs: Any) -> LocalProcessor:
+    from ray.llm._internal.batch.processor import vllm_engine_proc as built  # noqa: PLC0415
+
     sys.modules.update(modules())
-    return LocalProcessor(llm.build_processor(*args, **kwargs))
+    with pytest.MonkeyPatch.context() as patch:  # it would start a cluster
+        patch.setattr(built.ray, "init", lambda **_: None)
+        agent = SimpleNamespace(push_telemetry_report=lambda _: None)
+        patch.setattr(built, "get_or_create_telemetry_agent", lambda: agent)
+        return LocalProcessor(llm.build_processor(*args, **kwargs))
 
 
 RAYS = SimpleNamespace(
