@@ -1,5 +1,6 @@
 """As much of `ray.data` as the ported scripts call, in this process: rows pass Arrow in between."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raymoe import Engine, EngineConfig
 from raymoe.data.generator import MoEGenerator
+from raymoe.specs.files import read_chat_template
 
 Row = dict[str, Any]
 
@@ -20,6 +23,27 @@ def through_arrow(rows: list[Row]) -> list[Row]:
         return pa.Table.from_pylist(rows).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return rows  # Ray pickles them
+
+
+@functools.cache
+def open_engine(model: str, head: str, max_model_len: int | None) -> Engine:
+    """Return an engine that all scripts share."""
+    return Engine.from_pretrained(
+        model, {"linger_s": 0.0, "device": "cpu", "head": head, "max_model_len": max_model_len}
+    )
+
+
+class Generator(MoEGenerator):
+    """Our operator, with such an engine."""
+
+    def _open_engine(self, model_source: str | Path, config: EngineConfig) -> Engine:
+        engine = open_engine(str(model_source), config.head, config.max_model_len)
+        self._template = read_chat_template(engine.directory)
+        return engine
+
+    def close(self) -> None:
+        self._engine = None
+        super().close()
 
 
 class Dataset:
@@ -37,11 +61,8 @@ class Dataset:
         pool = ("batch_size", "accelerator_type", "runtime_env", "num_actors", "min_actors",
                 "rows_in_flight", "num_cpus", "num_gpus", "resources")  # fmt: skip
         of_rows = {name: value for name, value in options.items() if name not in pool}
-        generator = MoEGenerator(model, **of_rows)
-        try:
-            return Dataset(generator(pa.Table.from_pylist(self.rows)).to_pylist())
-        finally:
-            generator.close()
+        generator = Generator(model, **of_rows)
+        return Dataset(generator(pa.Table.from_pylist(self.rows)).to_pylist())
 
     def take_all(self) -> list[Row]:
         return [dict(row) for row in self.rows]

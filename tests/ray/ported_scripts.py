@@ -65,7 +65,7 @@ def quickstart(llm, data, model, _path):
 def disaggregated_tokenization(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
-        engine_kwargs={"max_model_len": 512},
+        engine_kwargs={"max_model_len": 256},
         concurrency=1,
         batch_size=64,
         tokenize_stage=True,
@@ -115,7 +115,7 @@ def synthetic_questions(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={
-            "max_model_len": 512, "max_num_batched_tokens": 8192, "trust_remote_code": True,
+            "max_model_len": 256, "max_num_batched_tokens": 8192, "trust_remote_code": True,
             "structured_outputs_config": {"backend": "guidance"},
         },
         concurrency=1,
@@ -179,7 +179,7 @@ def embedded_chunks(llm, data, model, _path):
         task_type="embed",
         batch_size=16,
         concurrency=(1, 1),
-        engine_kwargs={"max_model_len": 128},
+        engine_kwargs={"max_model_len": 256},
         tokenize_stage={"enabled": False},
         detokenize_stage={"enabled": False},
         chat_template_stage={"enabled": False},
@@ -203,7 +203,7 @@ def classification(llm, data, model, _path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         task_type="classify",
-        engine_kwargs=dict(max_model_len=128, enforce_eager=True),
+        engine_kwargs=dict(max_model_len=256, enforce_eager=True),
         batch_size=8,
         concurrency=1,
         apply_chat_template=False,
@@ -227,7 +227,7 @@ def classified_tokens(llm, data, model, _path):
     """As a benchmark does it: token ids, typed stages, and `pooling_params`."""
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
-        engine_kwargs=dict(enforce_eager=True, max_model_len=128),
+        engine_kwargs=dict(enforce_eager=True, max_model_len=256),
         task_type="classify",
         batch_size=16,
         concurrency=1,
@@ -255,7 +255,7 @@ def haikus_of_a_file(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={
-            "enable_chunked_prefill": True, "max_num_batched_tokens": 4096, "max_model_len": 512,
+            "enable_chunked_prefill": True, "max_num_batched_tokens": 4096, "max_model_len": 256,
         },
         concurrency=1,
         batch_size=64,
@@ -278,7 +278,7 @@ def haikus_of_a_file(llm, data, model, path):
 @script
 def short_answers_as_json(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
-        model_source=model, engine_kwargs={"max_model_len": 512}, concurrency=1, batch_size=32
+        model_source=model, engine_kwargs={"max_model_len": 256}, concurrency=1, batch_size=32
     )
     processor = llm.build_processor(
         config,
@@ -373,7 +373,7 @@ def without_functions(llm, data, model, path):
     data.from_items(DATES).write_parquet(str(path))
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
-        engine_kwargs=dict(enable_prefix_caching=True, max_model_len=512),
+        engine_kwargs=dict(enable_prefix_caching=True, max_model_len=256),
         batch_size=16,
         concurrency=1,
     )
@@ -390,7 +390,7 @@ def attacks_on_guards(llm, data, model, path):
     config = llm.vLLMEngineProcessorConfig(
         model_source=model,
         engine_kwargs={
-            "enable_chunked_prefill": True, "max_num_batched_tokens": 4096, "max_model_len": 512,
+            "enable_chunked_prefill": True, "max_num_batched_tokens": 4096, "max_model_len": 256,
         },
         concurrency=1,
         batch_size=64,
@@ -454,7 +454,7 @@ def translation(llm, data, model, _path):
         model_source=model,
         accelerator_type="L4",
         engine_kwargs={
-            "max_num_batched_tokens": 8192, "max_model_len": 512, "max_num_seqs": 128,
+            "max_num_batched_tokens": 8192, "max_model_len": 256, "max_num_seqs": 128,
             "tensor_parallel_size": 1, "trust_remote_code": True,
         },
         concurrency=1,
@@ -566,7 +566,7 @@ def several_completions(llm, data, model, path):
         concurrency=1,
         batch_size=32,
         engine_kwargs={
-            "max_model_len": 512, "trust_remote_code": True, "tensor_parallel_size": 1,
+            "max_model_len": 256, "trust_remote_code": True, "tensor_parallel_size": 1,
         },
     )  # fmt: skip
     params = {"temperature": 0.0, "top_p": 1, "top_k": -1, "min_p": 0.0, "max_tokens": 9, "n": 2}
@@ -627,7 +627,7 @@ def labels_with_templates(llm, data, model, _path):
         return result
 
     processor = llm.build_processor(
-        llm.vLLMEngineProcessorConfig(model_source=model, engine_kwargs={"max_model_len": 128}),
+        llm.vLLMEngineProcessorConfig(model_source=model, engine_kwargs={"max_model_len": 256}),
         preprocess=make_preprocess("date: {text} ->", SAMPLING),
         postprocess=functools.partial(postprocess, name="output"),
     )

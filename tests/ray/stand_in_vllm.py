@@ -9,12 +9,12 @@ import sys
 import types
 import warnings
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
-from raymoe import Engine, MoEEngineProcessorConfig
+from raymoe import MoEEngineProcessorConfig
 from raymoe.engine.tasks.rows import TaskRow
 from tests.ray import local_data
 
@@ -55,19 +55,10 @@ class PoolingRequestOutput(SimpleNamespace):
 
 
 class AsyncEngine:
-    """One engine for each model and task."""
-
-    _engines: ClassVar[dict[tuple[str, bool], Engine]] = {}
-
     def __init__(self, kwargs: dict[str, Any]) -> None:
         self._is_head = kwargs.get("convert") == "classify"
-        is_embedding = kwargs.get("convert") == "embed"
-        key = (kwargs["model"], is_embedding)
-        if key not in self._engines:
-            head = "none" if is_embedding else "auto"
-            config = {"linger_s": 0.0, "device": "cpu", "head": head}
-            self._engines[key] = Engine.from_pretrained(kwargs["model"], config)
-        self._engine = self._engines[key]
+        head = "none" if kwargs.get("convert") == "embed" else "auto"
+        self._engine = local_data.open_engine(kwargs["model"], head, kwargs.get("max_model_len"))
 
     @classmethod
     def from_engine_args(cls, args: Any, **_: Any) -> "AsyncEngine":
@@ -116,12 +107,6 @@ class AsyncEngine:
 
     async def do_log_stats(self) -> None:
         pass
-
-    @classmethod
-    def close_all(cls) -> None:
-        for engine in cls._engines.values():
-            engine.close()
-        cls._engines.clear()
 
 
 class EngineArgs:
