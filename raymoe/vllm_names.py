@@ -20,23 +20,31 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "logits_processors": ([],), "extra_args": ({},),
     "flat_logprobs": (False,), "detokenize": _BOTH, "spaces_between_special_tokens": _BOTH,
     "skip_reading_prefix_cache": _BOTH, "skip_clone": _BOTH, "output_kind": (0, 1, 2),
-    "truncate_prompt_tokens": (-1,),
+    "truncate_prompt_tokens": (-1,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
 # The same of an engine.
 _ENGINE: dict[str, tuple[Any, ...]] = {
     "task": ("generate", "auto"), "runner": ("generate", "auto"),
     "enable_prefix_caching": (True,), "enable_chunked_prefill": (True,), "enable_lora": (False,),
-    "tokenizer_mode": ("auto", "hf"), "kv_cache_dtype": ("auto",), "config_format": ("auto", "hf"),
-    "mamba_ssm_cache_dtype": ("auto",), "skip_tokenizer_init": (False,), "hf_overrides": ({},),
+    "tokenizer_mode": ("auto", "hf", "slow"), "kv_cache_dtype": ("auto",),
+    "config_format": ("auto", "hf"), "mamba_ssm_cache_dtype": ("auto",),
+    "skip_tokenizer_init": (False,), "hf_overrides": ({},),
     "revision": ("main",), "tokenizer_revision": ("main",), "code_revision": ("main",),
     "load_format": ("safetensors",), "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
     "enable_expert_parallel": (False,), "enforce_eager": (False,),
-    "distributed_executor_backend": ("uni", "mp", "ray"),
+    "distributed_executor_backend": ("uni", "mp", "ray"), "convert": ("auto", "none"),
+    "generation_config": ("auto",), "logprobs_mode": ("raw_logprobs",),
+    "enable_prompt_embeds": (False,), "calculate_kv_scales": (False,),
 }  # fmt: skip
 _PERMISSIONS = frozenset(
     ("trust_remote_code", "log_engine_metrics", "disable_log_stats", "disable_log_requests",
      "enable_log_requests", "tokenizer_pool_size", "tokenizer_pool_type", "download_dir",
-     "served_model_name", "use_tqdm_on_load", "max_logprobs", "hf_token")
+     "served_model_name", "use_tqdm_on_load", "max_logprobs", "hf_token", "enable_sleep_mode",
+     "aggregate_engine_logging", "ray_workers_use_nsight", "otlp_traces_endpoint",
+     # Without images and adapters by row, both of which are refused, these limit nothing.
+     "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "skip_mm_profiling",
+     "disable_mm_preprocessor_cache", "allowed_local_media_path", "media_io_kwargs",
+     "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype", "fully_sharded_loras")
 )  # fmt: skip
 _PLANNED = frozenset(
     ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "block_size", "swap_space",
@@ -48,7 +56,11 @@ _PLANNED = frozenset(
      "num_scheduler_steps", "scheduling_policy", "max_num_partial_prefills",
      "max_long_partial_prefills", "long_prefill_token_threshold", "cudagraph_capture_sizes",
      "disable_custom_all_reduce", "disable_cascade_attention", "enable_dbo", "speculative_config",
-     "all2all_backend", "enable_eplb", "kv_cache_memory_bytes", "model_loader_extra_config")
+     "all2all_backend", "enable_eplb", "kv_cache_memory_bytes", "model_loader_extra_config",
+     "prefix_caching_hash_algo", "kv_offloading_backend", "optimization_level", "performance_mode",
+     "max_cudagraph_capture_size", "cuda_graph_sizes", "decode_context_parallel_size",
+     "expert_placement_strategy", "disable_hybrid_kv_cache_manager", "model_impl",
+     "stream_interval", "use_v2_block_manager", "preemption_mode", "safetensors_load_strategy")
 )  # fmt: skip
 # How vLLM reads safetensors.
 _LOADERS = frozenset(("runai_streamer", "runai_streamer_sharded", "fastsafetensors", "tensorizer"))

@@ -41,6 +41,23 @@ REASONING_COLUMN, CALLS_COLUMN = "reasoning_text", "tool_calls"
 PARSED_COLUMN, PARSED_ERROR_COLUMN = "parsed", "parsed_error"
 BYTES_COLUMN = "token_bytes"
 _BYTES = pa.list_(pa.struct([("token_id", pa.int32()), ("bytes", pa.binary())]))
+REQUEST_COLUMN = "__request__"
+_RANKED = pa.struct([
+    ("token_id", pa.int32()), ("logprob", pa.float32()), ("rank", pa.int32()),
+    ("decoded_token", pa.string()),
+])  # fmt: skip
+_METRICS = pa.struct([
+    ("num_generation_tokens", pa.int32()), ("arrival_time", pa.float64()),
+    ("queued_ts", pa.float64()), ("last_token_ts", pa.float64()),
+])  # fmt: skip
+_REQUEST = [
+    ("request_id", pa.int64()), ("batch_uuid", pa.string()), ("prompt", pa.string()),
+    ("prompt_token_ids", pa.list_(pa.int32())), ("params", pa.string()),
+    ("time_taken_llm", pa.float64()), ("metrics", _METRICS),
+    ("logprobs", pa.list_(pa.list_(_RANKED))), ("prompt_logprobs", pa.list_(pa.list_(_RANKED))),
+]  # fmt: skip
+REQUEST_NAMES = tuple(name for name, _ in _REQUEST)
+REQUEST_FIELD = pa.field(REQUEST_COLUMN, pa.struct(_REQUEST))
 _CALLS = pa.list_(pa.struct([(name, pa.string()) for name in ("name", "arguments", "id")]))
 _SCALARS = {
     "string": pa.string(),
@@ -80,6 +97,7 @@ class OutputColumns:
         *,
         has_choices: bool = False,
         has_token_bytes: bool = False,
+        has_request: bool = False,
         parser: ChatParser = NO_PARSER,
         schema: OutputSchema | None = None,
         prefix: str = "",
@@ -99,6 +117,8 @@ class OutputColumns:
             fields.append(pa.field("logprobs", _LOGPROBS))
         if defaults.prompt_logprobs is not None:
             fields.append(pa.field("prompt_logprobs", _LOGPROBS))
+        if has_request:
+            fields.append(REQUEST_FIELD)
         return cls(fields=tuple(fields), prefix=prefix)
 
     @property
@@ -159,7 +179,8 @@ def with_token_bytes(generation: Generation, token_bytes: Mapping[int, bytes]) -
     """Return the generation with the cell of `BYTES_COLUMN`."""
     wanted = sorted(logprob_tokens(generation) & token_bytes.keys())
     cell = [{"token_id": token, "bytes": token_bytes[token]} for token in wanted]
-    return dataclasses.replace(generation, values={BYTES_COLUMN: cell})
+    values = {**(generation.values or {}), BYTES_COLUMN: cell}
+    return dataclasses.replace(generation, values=values)
 
 
 def _logprob_cells(

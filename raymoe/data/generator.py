@@ -29,11 +29,12 @@ from raymoe.config import (
 from raymoe.data.batches import check_format, column_names, num_rows
 from raymoe.data.columns import NO_PARSER, OutputColumns, logprob_tokens, with_token_bytes
 from raymoe.data.error_groups import ErrorGroup
-from raymoe.data.job_rows import Found, JobRows, check_job, content_key
+from raymoe.data.job_rows import Found, JobRows, Submit, check_job, content_key
 from raymoe.data.journal import SYNC_EVERY_S
 from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.occurrences import RowNumbers
+from raymoe.data.request_column import RequestCells, timed
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest, shown
 from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
@@ -162,13 +163,15 @@ def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> Outp
     task, prefix = read_task_of(options), check_prefix(options.get("column_prefix", ""))
     schema = read_schema(options.get("output_schema"), task)
     params = generation_params(options.get("sampling_params"), schema)
+    has_request = bool(options.get("has_request"))
     if task is not None:
-        return OutputColumns(fields=task_fields(task), prefix=prefix)
+        return OutputColumns(fields=task_fields(task, has_request=has_request), prefix=prefix)
     return OutputColumns.of(
         params,
         has_choices=bool(options.get("has_choices")),
         has_token_bytes=bool(options.get("has_token_bytes")),
         parser=chat_parser(model_source, options),
+        has_request=has_request,
         schema=schema,
         prefix=prefix,
     )
@@ -219,6 +222,10 @@ class MoEGenerator:
             probabilities; rows may then ask for ``n`` and ``logprobs`` themselves.
         has_token_bytes: Adds a column ``token_bytes`` with the bytes of text that each token among
             a row's log probabilities stands for.
+        has_request: Adds a struct ``__request__`` with what ray.data.llm says of a row's request:
+            ``request_id, batch_uuid, prompt`` (a chat rendered), ``prompt_token_ids, params,
+            time_taken_llm`` (seconds), ``metrics, logprobs`` and ``prompt_logprobs``. Rows may then
+            ask for log probabilities themselves.
         reasoning_parser: Splits reasoning from the answers of rows with messages, into a column
             ``reasoning_text``. "auto" finds the parser from the chat template and adds the column
             if the template marks reasoning; "none" leaves reasoning in ``generated_text``.
@@ -284,6 +291,7 @@ class MoEGenerator:
         error_column: str | None = None,
         has_choices: bool = False,
         has_token_bytes: bool = False,
+        has_request: bool = False,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
         should_continue_on_error: bool = True,
         seed: int | None = None,
@@ -302,13 +310,14 @@ class MoEGenerator:
         reader = RowReader(
             defaults=generation_params(sampling_params, self._schema), prompt_column=prompt_column,
             messages_column=messages_column, id_column=id_column, tools_column=tools_column,
-            error_column=error_column, has_choices=has_choices,
+            error_column=error_column, has_choices=has_choices, has_request=has_request,
             chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}))  # fmt: skip
         self._reader, self._columns = reader_and_columns(reader, self._task, prefix)
         parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
         self._has_token_bytes = has_token_bytes
+        self._request_cells = RequestCells(self._task) if has_request else None
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
             linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
@@ -325,7 +334,7 @@ class MoEGenerator:
             self._choose_parser(*parsers)
             self._columns = OutputColumns.of(
                 reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
-                parser=self._parser, schema=self._schema, prefix=prefix,
+                has_request=has_request, parser=self._parser, schema=self._schema, prefix=prefix,
             )  # fmt: skip
 
     def __call__(self, batch: Any) -> Any:
@@ -369,6 +378,8 @@ class MoEGenerator:
         ]
         if self._has_token_bytes and self._task is None:
             parts = add_token_bytes(parts, self._engine.token_bytes)
+        if self._request_cells is not None:
+            parts = self._request_cells.add(self._engine, requests, parts)
         table, generations = self._columns.append(batch, parts)
         num_refused = sum(bool(request.error) for request in requests)
         for position in self._counts.add(generations, num_found, num_refused):
@@ -482,7 +493,9 @@ class MoEGenerator:
         known = [Found(b"", b"", None)] * len(good) if job is None else job.find(good)
         missing = [i for i, found in enumerate(known) if found.answer is None]
         wanted, places = [good[i] for i in missing], [known[i] for i in missing]
-        submit = functools.partial(_submit, engine, self._task)
+        submit: Submit = functools.partial(_submit, engine, self._task)
+        if self._request_cells is not None:
+            submit = timed(submit)
         try:
             futures = submit(wanted) if job is None else job.submit(wanted, places, submit)
             fresh = iter(_wait_for(engine, futures))

@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from raymoe.config import (
     ENGINE_NAMES,
@@ -23,16 +25,18 @@ from raymoe.data.journal_place import place_of
 from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.remote_args import take_remote_args
+from raymoe.data.request_column import as_in_ray
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
 from raymoe.download.files import UnreachableError
-from raymoe.download.models import find_files
+from raymoe.download.hub import HubModel
+from raymoe.download.models import find_files, open_model
 from raymoe.errors import ConfigError, UnknownOptionError, describe, in_step
 from raymoe.output_schema import OutputSchema
 from raymoe.specs.files import read_config
 from raymoe.specs.workload import TASKS
-from raymoe.vllm_names import NAMES, engine_options, only
+from raymoe.vllm_names import NAMES, engine_options, has_no_effect, only
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -157,6 +161,9 @@ class MoEEngineProcessorConfig:
         tokenize_stage: False if rows have token ids in ``tokenized_prompt``.
         detokenize_stage: The text is always made.
         max_concurrent_batches: Calls in flight per actor; the planner chooses if it is 8.
+        apply_chat_template: What Ray called ``chat_template_stage`` before, as it did
+            `chat_template`, `tokenize`, `detokenize`, `has_image`, `resources_per_bundle` (now
+            ``placement_group_config``) and `experimental`.
     """
 
     model_source: str
@@ -177,6 +184,39 @@ class MoEEngineProcessorConfig:
     log_engine_metrics: bool = True
     dynamic_lora_loading_path: str | None = None
     placement_group_config: dict[str, Any] | None = None
+    apply_chat_template: InitVar[bool | None] = None
+    chat_template: InitVar[str | None] = None
+    tokenize: InitVar[bool | None] = None
+    detokenize: InitVar[bool | None] = None
+    has_image: InitVar[bool | None] = None
+    resources_per_bundle: InitVar[dict[str, float] | None] = None
+    experimental: InitVar[dict[str, Any] | None] = None
+
+    def __post_init__(  # noqa: PLR0917 - names of Ray before 2.60
+        self,
+        apply_chat_template: bool | None,
+        chat_template: str | None,
+        tokenize: bool | None,
+        detokenize: bool | None,
+        has_image: bool | None,
+        resources_per_bundle: dict[str, float] | None,
+        experimental: dict[str, Any] | None,
+    ) -> None:
+        if apply_chat_template is not None:
+            self.chat_template_stage = apply_chat_template
+        if chat_template is not None:
+            self.chat_template_stage = {"chat_template": chat_template}
+        if tokenize is not None:
+            self.tokenize_stage = tokenize
+        if detokenize is not None:
+            self.detokenize_stage = detokenize
+        if has_image is not None:
+            self.prepare_multimodal_stage = has_image
+        if resources_per_bundle is not None:
+            self.placement_group_config = {"bundle_per_worker": resources_per_bundle}
+        tasks = (experimental or {}).get("max_tasks_in_flight_per_actor")
+        if tasks is not None:
+            self.max_tasks_in_flight_per_actor = tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +234,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """A pipeline from one dataset to another: preprocess, generate, postprocess."""
+    """A pipeline from one dataset to another: preprocess, generate, postprocess.
+
+    Attributes:
+        model_name: The model as it was named; `model_source` has its revision too.
+    """
 
     model_source: str
+    model_name: str
     operator_kwargs: Mapping[str, Any]
     output_names: frozenset[str]
     preprocess: Callable[..., Any]
@@ -239,26 +284,60 @@ class Processor:
             name, kind, SAMPLING_COLUMN,
         )  # fmt: skip
 
-    def _before(self, preprocess: MapRow, row: Row) -> Row:
-        row = {**row, **preprocess(row)}
+    def _before(self, preprocess: Callable[[Row], Any], row: Row) -> Row:
+        added = preprocess(row)
+        if not isinstance(added, Mapping):
+            kind = type(added).__name__
+            raise TypeError(f"preprocess returned a {kind}; it returns a dict for each row")
+        row = {**row, **added}
+        self._refuse_other_requests(row)
         if self.operator_kwargs["prompt_column"] == TOKENS_COLUMN and "prompt" in row:
             row.setdefault(TOKENS_COLUMN, row["prompt"])
         return {name: cell for name, cell in row.items() if name not in self.output_names}
 
+    def _refuse_other_requests(self, row: Row) -> None:
+        """Refuse what Ray's engine would have read of a row, and this one does not."""
+        for name, advice in _OF_OTHER_REQUESTS.items():
+            if _has_effect(row.get(name)):
+                raise ConfigError(f"a row has {name}={row[name]!r:.60}; {advice}")
+        model = row.get("model")
+        if model not in {self.model_name, None}:
+            raise ConfigError(
+                f"a row has model={model!r:.60}, for which ray.data.llm loads an adapter; a job "
+                "has one here: give adapter in engine_kwargs, and leave 'model' out of the rows"
+            )
+
     def _after(self, postprocess: MapRow, row: Row) -> Row:
         prefix = self.operator_kwargs.get("column_prefix", "")
         error = prefix + ERROR_COLUMN
+        row = as_in_ray(row, prefix)
         if row[error]:
             return row
-        if f"{prefix}embedding" in row:
-            row[f"{prefix}embeddings"] = row[f"{prefix}embedding"]  # Ray's name
+        for name in (SAMPLING_COLUMN, TOKENS_COLUMN):  # which Ray's engine has taken
+            row.pop(name, None)
         if not self.should_continue_on_error:
-            return postprocess(row)
+            return _row_of(postprocess(row))
         try:
             with in_step("postprocessing the row"):
-                return {**postprocess(dict(row)), error: ""}
+                return {**_row_of(postprocess(dict(row))), error: ""}
         except Exception as problem:
             return row | {error: describe(problem)}
+
+
+def _row_of(result: Any) -> Row:
+    if not isinstance(result, Mapping):
+        kind = type(result).__name__
+        raise TypeError(f"postprocess returned a {kind}; it returns a dict for each row")
+    return dict(result)
+
+
+def _has_effect(options: Any) -> bool:
+    """Whether something is given; Arrow gives rows the keys of others, without values."""
+    if not isinstance(options, Mapping):
+        return options is not None
+    return any(
+        value is not None and not has_no_effect(name, value) for name, value in options.items()
+    )
 
 
 def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
@@ -286,7 +365,7 @@ def _around(function: Any, use: Callable[[MapRow, Row], Row]) -> Any:
 def _plain(function: Callable[[Row], Any]) -> MapRow:
     """Return the function that waits for what a coroutine returns."""
     call = function if inspect.isroutine(function) else type(function).__call__
-    if not inspect.iscoroutinefunction(call):
+    if not (inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(function)):
         return function
     return functools.partial(_run, function)
 
@@ -296,11 +375,25 @@ def _run(function: Callable[[Row], Any], row: Row) -> Row:
 
 
 TOKENS_COLUMN = "tokenized_prompt"
+_NO_IMAGES = "raymoe takes text: leave it out"
+_OF_OTHER_REQUESTS = {
+    "pooling_params": "give task_options in builder_kwargs, such as {'dimensions': 256}",
+    "tokenization_kwargs": "give max_model_len and on_too_long in engine_kwargs, such as 512 and "
+                           "'truncate_right'",
+    "multimodal_data": _NO_IMAGES,
+    "mm_processor_kwargs": _NO_IMAGES,
+    "multimodal_uuids": _NO_IMAGES,
+}  # fmt: skip
 _FIELDS = {one.name: one for one in dataclasses.fields(MoEEngineProcessorConfig)}
 _STAGE_FIELDS = ("enabled", "chat_template_kwargs")
 # Sizes of Ray's own processes for a stage, which raymoe does not have.
 _STAGE_SIZES = frozenset(("batch_size", "concurrency", "num_cpus", "memory", "runtime_env"))
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+# Arguments that name files of the model, or say what is in them.
+_OF_MODEL = frozenset(
+    ("task_type", "model", "revision", "tokenizer_revision", "code_revision", "quantization",
+     "hf_overrides")
+)  # fmt: skip
 _RENAMED = {"mamba_ssm_cache_dtype": "state_dtype"}
 
 
@@ -340,21 +433,29 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
         "messages_column": "messages" if is_chat else NO_COLUMN,
         "engine_config": _engine_config(given),
-        "task": given["task_type"],
+        # Of a head with one output, which Ray calls a score, and raymoe a class.
+        "task": "classify" if given["task_type"] == "score" else given["task_type"],
         "batch_size": given["batch_size"],
         "should_continue_on_error": given["should_continue_on_error"],
+        "reasoning_parser": "none",  # texts are whole, as vLLM's are
+        "tool_call_parser": "none",
+        "has_request": True,
         **{name: given[name] for name in ("accelerator_type", "runtime_env")},
         **_pool_sizes(given),
         **builder,
     }
     of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
-    check_options(given["model_source"], of_rows, POOL_OPTIONS)
-    _fetch_for_plan(given)
-    check_options(given["model_source"], of_rows, POOL_OPTIONS)  # again: more is known now
+    name, engine_kwargs = str(given["model_source"]), given["engine_kwargs"]
+    model = _at_revision(name, engine_kwargs)
+    check_options(model, of_rows, POOL_OPTIONS)
+    _fetch_for_plan(model, given["runtime_env"])
+    check_options(model, of_rows, POOL_OPTIONS)  # again: more is known now
+    _check_model(model, engine_kwargs)
     return Processor(
-        model_source=str(given["model_source"]),
+        model_source=model,
+        model_name=name,
         operator_kwargs=options,
-        output_names=output_columns(given["model_source"], options).names,
+        output_names=output_columns(model, options).names,
         preprocess=preprocess or _same,
         postprocess=postprocess or _same,
         preprocess_map_kwargs=preprocess_map_kwargs or {},
@@ -368,9 +469,9 @@ def _same(row: Row) -> Row:
     return row
 
 
-def _fetch_for_plan(given: Mapping[str, Any]) -> None:
+def _fetch_for_plan(model: str, runtime_env: Mapping[str, Any] | None) -> None:
     try:
-        fetch_for_plan(given["model_source"], runtime_env=given["runtime_env"])
+        fetch_for_plan(model, runtime_env=runtime_env)
     except UnreachableError as error:  # a job with it asks again
         logger.info("nothing is known of the model yet: %s", error)
 
@@ -384,6 +485,10 @@ def _fields_of(config: Any) -> Row:
             "raymoe.MoEEngineProcessorConfig or ray.data.llm's vLLMEngineProcessorConfig"
         )
     given = {name: getattr(config, name) for name in _FIELDS}
+    unknown = sorted({*getattr(config, "model_fields_set", ())} - _FIELDS.keys())
+    if unknown:
+        raise ConfigError(f"config has {unknown[0]}={getattr(config, unknown[0])!r:.60}, which "
+                          "raymoe does not know; leave it out")  # fmt: skip
     if "concurrency" not in getattr(config, "model_fields_set", _FIELDS):
         given["concurrency"] = None  # Ray's default of one actor is nobody's choice
     given["task_type"] = str(getattr(given["task_type"], "value", given["task_type"]))
@@ -425,6 +530,9 @@ def _stage(given: Mapping[str, Any], name: str) -> Row:
     return stage
 
 
+_PROCESSORS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+
+
 def _pool_sizes(given: Mapping[str, Any]) -> Row:
     concurrency = given["concurrency"]
     options: Row = {} if concurrency is None else _actors_of(concurrency)
@@ -441,8 +549,11 @@ def _resources(given: Mapping[str, Any]) -> Row:
         return {}
     num_ranks = given["engine_kwargs"].get("tensor_parallel_size", 1)
     bundles = group.get("bundles") or [group.get("bundle_per_worker") or {}] * num_ranks
-    cpus, gpus = (sum(one.get(name) or 0 for one in bundles[:num_ranks]) for name in ("CPU", "GPU"))
-    return {"num_gpus": gpus, **({"num_cpus": cpus} if cpus else {})}
+    total: Counter[str] = Counter()
+    for bundle in bundles[:num_ranks]:
+        total.update({name: amount or 0 for name, amount in bundle.items()})
+    options = {key: total.pop(name) for name, key in _PROCESSORS.items() if name in total}
+    return options | ({"resources": dict(total)} if total else {})
 
 
 def _actors_of(concurrency: Any) -> Row:
@@ -458,12 +569,24 @@ def _actors_of(concurrency: Any) -> Row:
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     """Translate arguments of vLLM's engine; those of `EngineConfig` stay."""
     ours: Row = {}
-    options = {key: one for key, one in given["engine_kwargs"].items() if key != "task_type"}
-    _take_model_names(options, given["model_source"])
+    options = {key: one for key, one in given["engine_kwargs"].items() if key not in _OF_MODEL}
+    model = given["model_source"]
+    if str(options.get("tokenizer") or model) == str(model):
+        options.pop("tokenizer", None)
+    else:
+        raise ConfigError(
+            f"engine_kwargs has tokenizer={options['tokenizer']!r}; raymoe takes that of the "
+            "model: put its files into the model's directory"
+        )
     for key, value in engine_options(options, ENGINE_NAMES).items():
         name = _RENAMED.get(key, key)
         if name in ENGINE_NAMES:
             ours[name] = _DTYPE_ALIASES.get(value, value) if name.endswith("dtype") else value
+        elif name == "enable_lora":
+            raise ConfigError(
+                f"engine_kwargs has enable_lora={value!r}, for adapters (LoRA) of single rows; a "
+                "job has one here: give adapter in engine_kwargs"
+            )
         elif values := only(name):
             allowed = " or ".join(map(repr, values))
             raise ConfigError(f"engine_kwargs has {name}={value!r}; raymoe takes only {allowed}")
@@ -474,23 +597,61 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     return as_engine_config(ours)
 
 
-def _take_model_names(options: dict[str, Any], model: str | Path) -> None:
-    """Take arguments that say of the model what its own files say."""
-    if str(options.get("tokenizer", model)) == str(model):
-        options.pop("tokenizer", None)
-    if "tokenizer" in options:
-        found = options["tokenizer"]
-        raise ConfigError(f"engine_kwargs has tokenizer={found!r}; raymoe takes that of the model: "
-                          "put its files into the model's directory")  # fmt: skip
-    asked, directory = options.pop("quantization", None), find_files(model)
-    if asked is None:
-        return
+def _at_revision(model: str | Path, engine_kwargs: Mapping[str, Any]) -> str:
+    """Return the model at the revision that is asked for, as `open_model` takes it."""
+    revision = engine_kwargs.get("revision")
+    for name in ("tokenizer_revision", "code_revision"):
+        other = engine_kwargs.get(name)
+        if other not in {None, "main", revision}:
+            raise ConfigError(f"engine_kwargs has {name}={other!r}, and revision={revision!r}; "
+                              "raymoe takes all files of a model at one revision")  # fmt: skip
+    if revision is None:
+        return str(model)
+    if not isinstance(open_model(model), HubModel):
+        raise ConfigError(f"engine_kwargs has revision={revision!r}, which only a model of the hub "
+                          f"has; {str(model)!r} is none")  # fmt: skip
+    name = str(model).removeprefix("hf://")
+    return f"hf://{name}@{quote(str(revision), safe='')}"
+
+
+def _check_model(model: str | Path, engine_kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict the files of the model."""
+    directory = find_files(model)
+    for name in ("quantization", "hf_overrides"):
+        if engine_kwargs.get(name) and directory is None:
+            logger.warning("%s=%r is left to the model, whose files are not known here",
+                           name, engine_kwargs[name])  # fmt: skip
     if directory is None:
-        logger.warning("quantization=%r is left to the model, whose files say it", asked)
         return
-    config = read_config(directory).get("quantization_config")
-    method = str(config.get("quant_method")) if isinstance(config, Mapping) else None
-    if method is None or _method(str(asked)) != _method(method):
+    config = read_config(directory)
+    _check_quantization(engine_kwargs.get("quantization"), config)
+    overrides = engine_kwargs.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        kind = type(overrides).__name__
+        raise ConfigError(f"engine_kwargs has hf_overrides of the type {kind}; raymoe takes a dict")
+    for name, value, own in _differences(overrides, config):
+        raise ConfigError(
+            f"engine_kwargs has hf_overrides with {name}={value!r:.60}, but config.json of the "
+            f"model has {own!r:.60}; change it in a copy of the model's directory"
+        )
+
+
+def _differences(
+    overrides: Mapping[str, Any], config: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield names and values that a configuration has otherwise, and those that it has."""
+    for name, value in overrides.items():
+        own = config.get(name)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            yield from _differences(value, own, f"{place}{name}.")
+        elif value != own:
+            yield place + name, value, own
+
+
+def _check_quantization(asked: Any, config: Mapping[str, Any]) -> None:
+    stored = config.get("quantization_config")
+    method = str(stored.get("quant_method")) if isinstance(stored, Mapping) else None
+    if asked is not None and (method is None or _method(str(asked)) != _method(method)):
         raise ConfigError(
             f"engine_kwargs has quantization={asked!r}, but the model is "
             f"{'not quantised' if method is None else 'quantised as ' + repr(method)}; leave it "

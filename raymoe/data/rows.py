@@ -201,6 +201,7 @@ class RowReader:
         id_column: Its values become row keys.
         error_column: Rows with text in it become error rows with that text.
         has_choices: Whether the output has a column for all samples and their log probabilities.
+        has_request: Whether it has one for their log probabilities and those of prompts.
         chat_template_kwargs: Of all rows of messages; the column of this name overrides them.
     """
 
@@ -211,6 +212,7 @@ class RowReader:
     tools_column: str | None = None
     error_column: str | None = None
     has_choices: bool = False
+    has_request: bool = False
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -331,7 +333,11 @@ class RowReader:
         except ConfigError as error:
             raise RowError(type(error).__name__, SAMPLING_COLUMN, f"has {error}") from error
         if params.n > 1 and self.defaults.n == 1 and not self.has_choices:
+            if self.has_request:  # ray.data.llm drops all samples but the first
+                return dataclasses.replace(params, n=1)
             raise _needs_default("n", f"n {params.n}")
+        if self.has_request:
+            return params
         for key in ("prompt_logprobs",) if self.has_choices else _KEYS_WITH_A_COLUMN:
             if getattr(params, key) is not None and getattr(self.defaults, key) is None:
                 raise _needs_default(key, key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raymoe.data.columns import ERROR_COLUMN, OutputColumns
+from raymoe.data.columns import ERROR_COLUMN, REQUEST_FIELD, OutputColumns
 from raymoe.data.rows import (
     BadCell,
     RowError,
@@ -60,11 +60,11 @@ def read_task_of(options: Mapping[str, Any]) -> TaskOptions | None:
     return read_task(options.get("task", "generate"), options.get("task_options"))
 
 
-def task_fields(options: TaskOptions) -> tuple[pa.Field, ...]:
+def task_fields(options: TaskOptions, *, has_request: bool = False) -> tuple[pa.Field, ...]:
     fields = [*_FIELDS[options.task]]
     if options.token_logprobs:
         fields.append(pa.field("token_logprobs", pa.list_(pa.float32())))
-    return (*fields, *_COMMON)
+    return (*fields, *_COMMON, *((REQUEST_FIELD,) if has_request else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +172,11 @@ def reader_and_columns(
 ) -> tuple[RowReader | TaskReader, OutputColumns]:
     """What reads the rows of an operator, and the columns that it adds."""
     if task is None:
-        return rows, OutputColumns.of(rows.defaults, has_choices=rows.has_choices, prefix=prefix)
-    columns = OutputColumns(fields=task_fields(task), prefix=prefix)
+        return rows, OutputColumns.of(
+            rows.defaults,
+            has_choices=rows.has_choices,
+            has_request=rows.has_request,
+            prefix=prefix,
+        )
+    columns = OutputColumns(fields=task_fields(task, has_request=rows.has_request), prefix=prefix)
     return TaskReader(rows=rows, options=task), columns

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies
 
 import huggingface_hub
@@ -70,7 +70,8 @@ class HubModel:
         if found is None or not is_hub_name(found["name"]):
             raise ConfigError(f"the model {uri!r} is none of the hub; it takes hf://OWNER/NAME, or "
                               "hf://OWNER/NAME@REVISION")  # fmt: skip
-        return cls(found["name"], found["revision"])
+        revision = found["revision"]
+        return cls(found["name"], None if revision is None else unquote(revision))
 
     def __str__(self) -> str:
         return self.name

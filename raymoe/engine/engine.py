@@ -743,6 +743,17 @@ class Engine:
         self._check_open()
         return self._parts.tokenizer.decode_marked(sequences)
 
+    def read_prompts(
+        self, prompts: Sequence[object], sampling_params: Sequence[Params]
+    ) -> list[tuple[str, list[int]]]:
+        """Return the text of prompts, chats rendered ("" for token ids), and their tokens.
+
+        Raises:
+            ConfigError: One of them cannot be used.
+        """
+        self._check_open()
+        return self._input_processor.read_prompts(prompts, sampling_params)
+
     def token_bytes(self, token_ids: Collection[int]) -> dict[int, bytes]:
         """Return the bytes of text that tokens stand for, where they are known."""
         self._check_open()

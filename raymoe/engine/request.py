@@ -255,6 +255,24 @@ class InputProcessor:
         for late in long:
             yield from self._encode([late], seen)
 
+    def read_prompts(
+        self, prompts: Sequence[object], params: Sequence[object]
+    ) -> list[tuple[str, list[int]]]:
+        """Text of prompts ("" for token ids) and their tokens, as `build_all` has them.
+
+        Raises:
+            ConfigError: One of them cannot be used.
+        """
+        rows = [self._read(0, *row, None, None) for row in zip(prompts, params, strict=True)]
+        texts = [row.prompt for row in rows if isinstance(row.prompt, Text)]
+        encoded = iter([*map(value_or_raise, self._tokenizer.encode_all(texts))])
+        return [
+            (row.prompt.text, next(encoded).tolist())
+            if isinstance(row.prompt, Text)
+            else ("", self._fit(row.prompt, row.params.max_tokens).tolist())
+            for row in rows
+        ]
+
     def encode_rows(
         self, rows: Sequence[TaskRow], options: TaskOptions, head: str
     ) -> Iterator[tuple[int, EncodedRow | Exception]]:

@@ -9,6 +9,7 @@ import pytest
 from raymoe.config import EngineConfig
 from raymoe.data.columns import explode_samples
 from raymoe.data.generator import MoEGenerator
+from raymoe.data.request_column import as_in_ray
 from raymoe.errors import ConfigError, ExecutionError
 from tests.tiny import make_checkpoint
 
@@ -236,3 +237,43 @@ def test_unknown_options_are_refused_before_anything_is_loaded(model):
         MoEGenerator(model, sampling_params={"max_token": 3})
     with pytest.raises(ConfigError, match="did you mean 'num_threads'"):
         MoEGenerator(model, engine_config={"num_thread": 3})
+
+
+def test_a_row_says_of_its_request_what_rays_processor_says(model, tmp_path):
+    """Also where an earlier run has left the answer, and of rows that cannot be run."""
+    chat = [{"role": "user", "content": "hi"}]
+    table = pa.table({
+        "prompt": [None, "ab", ""],
+        "messages": [chat, None, None],
+        "sampling_params": [{"logprobs": 2, "n": None}, {"logprobs": None, "n": 2}, None],
+    })  # fmt: skip
+    generator = make(model, has_request=True, journal_dir=tmp_path)
+    try:
+        rows = [as_in_ray(row) for row in generator(table).to_pylist()]
+        second = [as_in_ray(row) for row in generator(table).to_pylist()]
+    finally:
+        generator.close()
+    first, plain, failed = rows
+    assert first["prompt"] == "<s>user: hi\nassistant: "
+    assert (plain["prompt"], len(plain["prompt_token_ids"])) == ("ab", 3)
+    for row in (first, plain):
+        assert row["num_input_tokens"] == len(row["prompt_token_ids"])
+        assert (
+            row["time_taken_llm"] == row["metrics"]["last_token_ts"] - row["metrics"]["queued_ts"]
+        )
+        assert row["metrics"]["num_generation_tokens"] == row["num_generated_tokens"] == 5
+        assert row["params"].startswith("SamplingParams(max_tokens=5")
+        assert row["embeddings"] is row["prompt_logprobs"] is None
+    assert plain["logprobs"] is None  # and its second sample is dropped
+    for token, candidates in zip(first["generated_tokens"], first["logprobs"], strict=True):
+        assert next(iter(candidates)) == token
+        assert [one["rank"] for one in candidates.values()] == [1, 2]
+        assert candidates[token]["decoded_token"] is not None
+    assert (failed["request_id"], failed["time_taken_llm"], failed["params"]) == (-1, -1, "")
+    assert [row["request_id"] for row in second] == [2, 3, -1]
+    own = ("request_id", "batch_uuid")
+    for row, again in zip(rows, second, strict=True):  # from the journal
+        assert {**row, **dict.fromkeys(own)} == {**again, **dict.fromkeys(own)}
+    assert len({row["batch_uuid"] for row in rows}) == 1
+    with pytest.raises(KeyError, match="'first_token_ts' is not among the metrics"):
+        first["metrics"]["first_token_ts"]

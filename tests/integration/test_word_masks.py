@@ -1,5 +1,6 @@
 """Words and tokens that are not generated, and what texts keep: as vLLM means it."""
 
+import itertools
 import random
 import string
 
@@ -67,12 +68,15 @@ def draw(seed, tokenizer):
     return rows
 
 
-def expected(model, tokenizer, prompt, words, allowed):
+def expected(model, tokenizer, prompt, words, allowed, eos_bias=0.0):
+    """Return what transformers generates."""
     ids = tokenizer.encode(prompt, return_tensors="pt")
     masks = [hf.PrefixConstrainedLogitsProcessor(lambda _batch, _ids: allowed, 1)]
     if words:
         encoded = [tokenizer.encode(word, add_special_tokens=False) for word in words]
         masks.append(OfOutput(hf.NoBadWordsLogitsProcessor(encoded), ids.shape[1]))
+    if eos_bias:
+        masks.append(hf.SequenceBiasLogitsProcessor({(tokenizer.eos_token_id,): eos_bias}))
     with torch.no_grad():
         out = model.generate(
             ids,
@@ -84,13 +88,22 @@ def expected(model, tokenizer, prompt, words, allowed):
     return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 52), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_words_and_tokens_are_masked_as_in_transformers(
-    model, tokenizer, engine, seeds, monkeypatch
-):
-    """Whatever is preempted, and beside rows that share the begin of their prompts."""
+def stopped(tokenizer, tokens, stop, *, is_whole, keeps_special):
+    """Return the tokens up to the first stop string, and the text, with it if it is whole."""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count], skip_special_tokens=not keeps_special)
+        found = [(text.index(one), one) for one in stop if one in text]
+        if found:
+            place, one = min(found)
+            return tokens[:count], text[: place + len(one) * is_whole]
+    is_ended = tokens[-1] == tokenizer.eos_token_id
+    shown = tokens[:-1] if is_ended and not is_whole else tokens
+    return tokens, tokenizer.decode(shown, skip_special_tokens=not keeps_special)
+
+
+@pytest.fixture
+def preempting(engine, monkeypatch):
+    """The engine, whose last sequence loses its blocks after some steps."""
     scheduler, calls = engine._core.scheduler, []
 
     def preempt_sometimes():
@@ -99,48 +112,60 @@ def test_words_and_tokens_are_masked_as_in_transformers(
             scheduler._preempt(scheduler.sample_of(int(calls[-1][-1])))
 
     monkeypatch.setattr(engine._core, "_replan", preempt_sometimes)
+    before = engine.stats()
+    yield engine
+    after = engine.stats()
+    assert after.num_preemptions > before.num_preemptions
+    assert after.num_cached_tokens > before.num_cached_tokens
+
+
+SEEDS = pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 52), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+
+
+@SEEDS
+def test_words_and_tokens_are_masked_as_in_transformers(model, tokenizer, preempting, seeds):
+    """Whatever is preempted, and beside rows that share the begin of their prompts."""
     for seed in seeds:
         rows = draw(seed, tokenizer)
         params = [GREEDY | {"bad_words": words, "allowed_token_ids": ids} for _, words, ids in rows]
-        answers = engine.generate([prompt for prompt, _, _ in rows], params)
+        answers = preempting.generate([prompt for prompt, _, _ in rows], params)
         for row, answer in zip(rows, answers, strict=True):
             assert not answer.error
             assert list(answer.token_ids) == expected(model[0], tokenizer, *row), row
             assert not any(word in answer.text for word in row[1])
-    assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 52), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_texts_keep_stop_strings_and_special_tokens_where_asked(model, tokenizer, engine, seeds):
-    special = tokenizer.all_special_ids
-    allowed = [*tokenizer.encode(ALPHABET, add_special_tokens=False), *special]
-    kinds = set()
+@SEEDS
+def test_texts_keep_stop_strings_and_special_tokens_where_asked(
+    model, tokenizer, preempting, seeds
+):
+    """Tokens and texts are those of transformers up to the first stop string."""
+    allowed = [*tokenizer.encode(ALPHABET, add_special_tokens=False), *tokenizer.all_special_ids]
+    ends = set()
     for seed in seeds:
         chance = random.Random(seed)
-        rows = draw(seed, tokenizer)
-        bias = {tokenizer.eos_token_id: -100.0 * (seed % 2)}  # else it ends most rows
-        basic = GREEDY | {"allowed_token_ids": allowed, "logit_bias": bias}
-        stop = ["".join(chance.choices(ALPHABET, k=chance.randint(1, 2))) for _ in range(2)]
-        for prompt, _, _ in rows:
-            for keeps_special in (False, True):
-                more = {"stop": stop, "skip_special_tokens": not keeps_special}
-                (cut,) = engine.generate([prompt], basic | more)
-                (whole,) = engine.generate(
-                    [prompt], basic | more | {"include_stop_str_in_output": True}
-                )
-                assert cut.token_ids == whole.token_ids
-                text = tokenizer.decode(cut.token_ids, skip_special_tokens=not keeps_special)
-                assert text.startswith(whole.text)
-                end = whole.text.removeprefix(cut.text)
-                is_token = cut.token_ids[-1] == tokenizer.eos_token_id
-                kinds.add((end and (is_token or "string"), keeps_special))
-                if is_token:
-                    assert end == tokenizer.eos_token * keeps_special
-                else:
-                    assert end in stop if cut.finish_reason == "stop" else not end
-    assert {("string", False), ("string", True)} <= kinds
+        eos_bias = -100.0 * (seed % 2)  # else it ends most rows
+        prompts, params, wanted = [], [], []
+        for prompt, _, _ in draw(seed, tokenizer):
+            tokens = expected(model[0], tokenizer, prompt, [], allowed, eos_bias)
+            stop = ["".join(chance.choices(ALPHABET, k=chance.randint(1, 2))) for _ in range(2)]
+            for is_whole, keeps_special in itertools.product((False, True), repeat=2):
+                prompts.append(prompt)
+                params.append(GREEDY | {
+                    "allowed_token_ids": allowed, "stop": stop,
+                    "skip_special_tokens": not keeps_special,
+                    "include_stop_str_in_output": is_whole,
+                    "logit_bias": {tokenizer.eos_token_id: eos_bias},
+                })  # fmt: skip
+                form = {"is_whole": is_whole, "keeps_special": keeps_special}
+                wanted.append(stopped(tokenizer, tokens, stop, **form))
+                ends.add((wanted[-1][0][-1] == tokenizer.eos_token_id, *form.values()))
+        answers = preempting.generate(prompts, params)
+        for answer, row in zip(answers, wanted, strict=True):
+            assert (list(answer.token_ids), answer.text) == row
+    assert len(ends) == 8  # by a string and by EOS, each with and without both
 
 
 def test_words_count_with_a_space_before_them_where_they_are_one_word(engine):

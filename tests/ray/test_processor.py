@@ -12,6 +12,8 @@ import ray
 
 import raymoe
 from raymoe import ConfigError, MoEEngineProcessorConfig, build_processor
+from raymoe.download.hub import HubModel
+from raymoe.download.models import open_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's, about pydantic
@@ -165,14 +167,24 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
         ({"concurrency": (3, 2)}, "concurrency is"),
         ({"engine_kwargs": {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype='fp8'; raymoe takes only"),
         ({"engine_kwargs": {"tokenizer": "other/one"}}, "tokenizer='other/one'; raymoe takes that"),
-        ({"engine_kwargs": {"enable_lora": True}}, "enable_lora=True; raymoe takes only False"),
+        (
+            {"engine_kwargs": {"enable_lora": True}},
+            "enable_lora=True, for adapters (LoRA) of single",
+        ),
+        ({"engine_kwargs": {"revision": "v1", "tokenizer_revision": "v2"}}, "at one revision"),
+        (
+            {"engine_kwargs": {"revision": "v1"}, "model_source": "s3://m/m"},
+            "only a model of the hub",
+        ),
+        ({"has_image": True}, "prepare_multimodal_stage has no meaning"),
+        ({"chat_template": "{{ x }}"}, "the file chat_template.jinja of"),
         ({"engine_kwargs": {"mamba_ssm_cache_dtype": "half"}}, "state_dtype is 'float16'"),
         ({"engine_kwargs": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
     ],
 )
 def test_what_has_no_meaning_is_refused(fields, message) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        build_processor(MoEEngineProcessorConfig(model_source="m", **fields))
+        build_processor(MoEEngineProcessorConfig(**{"model_source": "m"} | fields))
 
 
 def test_options_that_do_not_exist_are_refused_when_the_processor_is_built() -> None:
@@ -253,6 +265,83 @@ def test_permissions_and_placement_of_vllm_are_taken(caplog) -> None:
         build_processor(MoEEngineProcessorConfig(
             model_source=model, engine_kwargs={"quantization": "fp8"}
         ))  # fmt: skip
+
+
+def test_names_of_an_older_ray_are_those_of_its_stages_now() -> None:
+    config = MoEEngineProcessorConfig(
+        model_source="m", apply_chat_template=False, tokenize=False, detokenize=False,
+        has_image=False, resources_per_bundle={"CPU": 2, "NPU": 1},
+        experimental={"max_tasks_in_flight_per_actor": 16},
+    )  # fmt: skip
+    options = build_processor(config).operator_kwargs
+    assert options["prompt_column"] == "tokenized_prompt"
+    assert (options["num_cpus"], options["resources"]) == (2, {"NPU": 1})
+    assert "num_gpus" not in options
+    assert config.max_tasks_in_flight_per_actor == 16
+
+
+def test_a_field_of_a_newer_ray_is_refused_where_it_is_set() -> None:
+    class Newer(llm.vLLMEngineProcessorConfig):
+        synchronous_engine: bool = False
+
+    build_processor(Newer(model_source="m"))
+    with pytest.raises(ConfigError, match="config has synchronous_engine=True, which raymoe does"):
+        build_processor(Newer(model_source="m", synchronous_engine=True))
+
+
+def test_what_is_said_of_a_model_must_be_in_its_files() -> None:
+    def build(overrides):
+        options = {"model_source": str(raymoe.demo_model_path())}
+        options["engine_kwargs"] = {"hf_overrides": overrides}
+        return build_processor(MoEEngineProcessorConfig(**options))
+
+    build({"num_local_experts": 8, "rope_parameters": {"rope_theta": 10000.0}})
+    with pytest.raises(
+        ConfigError, match=r"rope_parameters.rope_theta=5.0, but config.json of the"
+    ):
+        build({"rope_parameters": {"rope_theta": 5.0}})
+    with pytest.raises(ConfigError, match="hf_overrides of the type function"):
+        build(lambda config: config)
+    hub = {"model_source": "org/name", "engine_kwargs": {"revision": "refs/pr/1"}}
+    processor = build_processor(MoEEngineProcessorConfig(**hub))
+    assert processor.model_source == "hf://org/name@refs%2Fpr%2F1"
+    assert open_model(processor.model_source) == HubModel("org/name", "refs/pr/1")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"model": "adapters/one"},
+            "model='adapters/one', for which ray.data.llm loads an adapter",
+        ),
+        (
+            {"pooling_params": {"dimensions": 64}},
+            "pooling_params={'dimensions': 64}; give task_opt",
+        ),
+        ({"tokenization_kwargs": {"max_length": 9}}, "give max_model_len and on_too_long"),
+        ({"multimodal_data": {"image": [1]}}, "raymoe takes text"),
+    ],
+)
+def test_what_rays_engine_reads_of_a_row_and_ours_does_not_is_refused(row, message) -> None:
+    processor = build_processor(MoEEngineProcessorConfig(model_source="m"))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        processor._before(lambda _: row, {"prompt": "a"})
+    harmless = {"model": "m", "pooling_params": {"truncate_prompt_tokens": -1, "dimensions": None}}
+    assert processor._before(lambda _: harmless, {"id": 1}) == {"id": 1, **harmless}
+
+
+def test_functions_that_return_no_dict_are_named() -> None:
+    processor = build_processor(MoEEngineProcessorConfig(model_source="m"))
+
+    def several(row):
+        yield row
+
+    with pytest.raises(TypeError, match="preprocess returned a generator; it returns a dict"):
+        processor._before(several, {"prompt": "a"})
+    row = {"__inference_error__": "", "__request__": None}
+    with pytest.raises(TypeError, match="postprocess returned a NoneType; it returns a dict"):
+        processor._after(lambda _: None, row)
 
 
 @pytest.mark.slow
