@@ -146,8 +146,7 @@ def check_rollout(options: Mapping[str, Any]) -> RolloutLimits:
 def name_of(function: object) -> str:
     """Return the name of a function for messages and manifests; it is the same in each run."""
     named = getattr(function, "func", function)  # of a partial
-    named = named if hasattr(named, "__qualname__") else type(named)
-    return f"{named.__module__}.{named.__qualname__}"
+    return str(getattr(named, "__qualname__", type(named).__qualname__))
 
 
 class RolloutRow:
