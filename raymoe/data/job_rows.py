@@ -135,7 +135,7 @@ def _content(request: RowRequest) -> list[object]:
     if isinstance(prompt, Chat):
         kwargs = [prompt.template_kwargs] if prompt.template_kwargs else []
         prompt = [prompt.messages, prompt.tools, *kwargs]
-    if request.cells is not None:  # whatever the order of columns, and the rows beside this one
+    if request.cells is not None:  # whatever the order of columns
         prompt = without_nulls(dict(sorted(request.cells.items())))
     content = [prompt, plain_params(request.sampling_params)]
     return content if request.continuations is None else [*content, request.continuations]

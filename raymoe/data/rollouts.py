@@ -23,7 +23,7 @@ from raymoe.config import SAMPLING_NAMES, check_names
 from raymoe.data.batches import plain_cell, with_columns
 from raymoe.data.columns import ERROR_COLUMN, OutputColumns
 from raymoe.data.job_rows import content_key, occurrence_key
-from raymoe.data.rows import RowRequest, without_nulls
+from raymoe.data.rows import RowRequest
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tokenizer import Chat
 from raymoe.errors import (
@@ -259,9 +259,8 @@ class RolloutRow:
         prompt = copy.deepcopy(prompt)  # the function may change its list while this waits
         kwargs = {**self._owner.template_kwargs, **(template_kwargs or {})}
         if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
-            prompt = without_nulls(prompt)
             if tools or kwargs:
-                prompt = Chat(prompt, without_nulls(copy.deepcopy([*tools])), kwargs)
+                prompt = Chat(prompt, copy.deepcopy([*tools]), kwargs)
         elif tools or template_kwargs:
             raise ConfigError("tools and chat_template_kwargs belong to messages, not to a text")
         return RowRequest(

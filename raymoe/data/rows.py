@@ -180,7 +180,7 @@ class RowRequest:
         occurrence: How many equal rows without a key the job had before this one.
         error: "Type: message", or "" if the row is fine; then `prompt` or `cells` is not None.
         continuations: What a task scores after the prompt, which is then empty for a document.
-        cells: All of the row, by column, for a rollout.
+        cells: All of the row, by column, for a rollout; structs have no fields that are null.
     """
 
     prompt: Prompt | None
@@ -359,6 +359,8 @@ def _with_row(request: RowRequest, names: Sequence[str], row: Sequence[Any]) -> 
             refuse_bad_cell(cell, name)
     except RowError as error:
         return dataclasses.replace(request, column="", error=request.error or str(error))
+    # Another row of the block must not change what this one is.
+    cells = {name: without_nulls(cell) for name, cell in cells.items()}
     return dataclasses.replace(request, column="", cells=cells)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from raymoe.data import rollouts
 from raymoe.data.generator import MoEGenerator
+from raymoe.engine.outputs import Generation
+from raymoe.engine.tokenizer import Chat
 from raymoe.errors import ConfigError, ExecutionError
 from raymoe.plan.policy import Policy
 from tests.tiny import make_checkpoint
@@ -231,6 +233,34 @@ def test_a_row_may_call_tools_in_threads_and_cancel_calls(model):
         stats = made._engine.stats()
     assert [row["state"] for row in rows] == ["late"] * 3
     assert stats.num_live_sequences == 0
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SAYS = ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "It is 1."]
+
+
+def test_calls_of_tools_come_apart_from_the_text(model, monkeypatch):
+    asked = []
+
+    async def say(prompts, params, *, row_keys):
+        asked.extend(prompts)
+        return [Generation(text=SAYS[len(asked) - 1], prompt_end="assistant: ")]
+
+    async def use_tool(row, generate):
+        messages = [{"role": "user", "content": "1 + 0"}]
+        first = await generate(messages, tools=[TOOL])
+        (call,) = first.tool_calls
+        messages.append({"role": "tool", "content": call.arguments})
+        return {"call": call.name, "answer": (await generate(messages)).text, "text": first.text}
+
+    with generator(model, use_tool, tool_call_parser="hermes") as made:
+        monkeypatch.setattr(made._engine, "agenerate", say)
+        (row,) = made(table_of(1)).to_pylist()
+    assert row["__inference_error__"] == ""
+    assert (row["call"], row["answer"], row["text"]) == ("add", "It is 1.", "")
+    question = {"role": "user", "content": "1 + 0"}
+    assert asked[0] == Chat([question], [TOOL])
+    assert asked[1] == [question, {"role": "tool", "content": '{"a": 1}'}]
 
 
 def test_an_engine_that_fails_makes_no_row_whatever_the_function_catches(model):
