@@ -324,7 +324,10 @@ class RolloutRow:
 
     def _describe(self, problem: BaseException | None) -> str:
         problem = problem or asyncio.CancelledError("the function cancelled itself")
-        where = [*traceback.extract_tb(problem.__traceback__)]
+        while isinstance(problem, BaseExceptionGroup):  # of a TaskGroup
+            problem = problem.exceptions[0]
+        frames = traceback.extract_tb(problem.__traceback__)
+        where = [frame for frame in frames if frame.filename != __file__]
         own = [frame for frame in where if frame.filename == where[0].filename]
         place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
         calls = f"after {self._num_calls} calls of generate"
@@ -474,39 +477,52 @@ class RolloutColumns:
     def append(
         self, batch: Any, generations: Sequence[Generation]
     ) -> tuple[Any, Sequence[Generation]]:
-        """As `OutputColumns.append`."""
-        schema, generations = self._fit(generations)
-        batch, generations = self._own.append(batch, generations)
-        returned = [_returned(generation) for generation in generations]
-        cells = {field: [row.get(field.name) for row in returned] for field in schema}
-        arrays = {field.name: pa.array(column, field.type) for field, column in cells.items()}
-        return with_columns(batch, arrays), generations
-
-    def _fit(self, generations: Sequence[Generation]) -> tuple[pa.Schema, list[Generation]]:
-        """Return types that hold all values; a row whose values no type holds with others fails."""
-        fitting = list(generations)
+        """As `OutputColumns.append`; a row whose values fit no type with those of others fails."""
         with self._lock:
-            try:
-                self._schema = _joined(self._schema, fitting)
-            except Exception:
-                for i, generation in enumerate(fitting):
-                    try:
-                        self._schema = _joined(self._schema, [generation])
-                    except Exception as error:
-                        problem = TypeError(f"what the rollout returned has other types than that "
-                                            f"of rows before: {error}")  # fmt: skip
-                        fitting[i] = dataclasses.replace(
-                            generation, error=describe(problem), finish_reason="error",
-                            values={**(generation.values or {}), _RETURNED: {}},
-                        )  # fmt: skip
-            return self._schema, fitting
+            schema = self._schema = _joined(self._schema, generations)
+        fitting = [_fitting(schema, generation) for generation in generations]
+        batch, generations = self._own.append(batch, fitting)
+        return with_columns(batch, _arrays(schema, generations)), generations
 
 
 def _joined(schema: pa.Schema, generations: Sequence[Generation]) -> pa.Schema:
+    """Return types that hold values of the schema and of these rows, but for misfits."""
+    try:
+        return _merged(schema, generations)
+    except Exception:
+        if len(generations) > 1:
+            for generation in generations:
+                schema = _joined(schema, [generation])
+        return schema
+
+
+def _merged(schema: pa.Schema, generations: Sequence[Generation]) -> pa.Schema:
     rows = [_returned(generation) for generation in generations]
     names = dict.fromkeys(name for row in rows for name in row)
     found = pa.schema([(name, pa.array([row.get(name) for row in rows]).type) for name in names])
     return pa.unify_schemas([schema, found], promote_options="permissive")
+
+
+def _fitting(schema: pa.Schema, generation: Generation) -> Generation:
+    """Return the row, or its error row if no column holds its values with those of others."""
+    try:
+        _merged(schema, [generation])
+        _arrays(schema, [generation])
+    except Exception as error:
+        problem = TypeError("what the rollout returned does not fit columns that hold the rows "
+                            f"before: {error}")  # fmt: skip
+        return dataclasses.replace(
+            generation, error=describe(problem), finish_reason="error",
+            values={**(generation.values or {}), _RETURNED: {}},
+        )  # fmt: skip
+    return generation
+
+
+def _arrays(schema: pa.Schema, generations: Sequence[Generation]) -> dict[str, pa.Array]:
+    rows = [_returned(generation) for generation in generations]
+    return {
+        field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in schema
+    }
 
 
 def _returned(generation: Generation) -> Mapping[str, Any]:

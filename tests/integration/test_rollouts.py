@@ -160,6 +160,12 @@ async def fail_beside_a_call(row, generate):
     await asyncio.gather(generate("a", max_tokens=400), asyncio.sleep(0), fail())
 
 
+async def fail_in_a_group(row, generate):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(generate("a", max_tokens=400))
+        group.create_task(generate("x" * 600))
+
+
 async def leave_python(row, generate):
     raise SystemExit(3)
 
@@ -186,12 +192,13 @@ CASES = [
     (returns([1]), r"TypeError: turns returned \[1\]; it takes a dict of columns by name"),
     (returns({"question": 1}), "ValueError: turns returned 'question', which the row or its outp"),
     (returns({"answer": b"a"}), r"TypeError: .* column 'answer' that cannot be kept: .*bytes is "),
-    (returns({"answer": [1]}), "TypeError: what the rollout returned has other types than .*answ"),
+    (returns({"answer": [1]}), "TypeError: what the rollout returned does not fit columns .*answ"),
     (ask_for_ever, "RolloutLimitError: .* the row has made 5 calls of at most 5 and asks for mor"),
     (ask_too_long, "ConfigError: while .*, after 1 calls of generate: the prompt has 601 tokens"),
     (ask_wrongly, ""),
     (wait_for_ever, r"RolloutLimitError: .* waited for 0\.3 s besides its 0 calls of the model"),
     (fail_beside_a_call, r"KeyError: while running turns at .*, after 1 calls .*: 'price'"),
+    (fail_in_a_group, "ConfigError: while .* turns, after 2 calls .*: the prompt has 601 to"),
     (leave_python, "SystemExit: while running .*: 3"),
     (cancel_itself, "CancelledError: .*the function cancelled itself"),
     (ask_for_much, "RolloutLimitError: .* the row has generated 90 tokens of at most 80"),

@@ -5,7 +5,9 @@ import json
 
 import pyarrow as pa
 import pytest
+import ray.data
 
+import raymoe
 from raymoe.assets import demo_model_path
 from raymoe.config import SamplingParams
 from raymoe.data.generator import MoEGenerator
@@ -14,7 +16,6 @@ from tests.ray.matrix import CONFIG, ROWS_PER_BLOCK, Job, allow, small_cluster
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),  # Ray copies its own context
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray's cluster for tests
 ]
@@ -25,6 +26,26 @@ PARAMS = SamplingParams(max_tokens=16, temperature=0.7)
 OPTIONS = {"sampling_params": PARAMS, "rollout": add_up}
 
 
+def test_a_job_in_one_call_plans_for_the_calls_and_adds_what_functions_return(local_ray):
+    rows = make_bills(40)
+    for row in rows:
+        del row["id"]  # then equal rows are counted, and known by all of their columns
+    options = {"max_tokens": 8, "temperature": 0.7, "rollout": add_up, "num_actors": 1}
+    ds = raymoe.generate(
+        ray.data.from_items([*rows, *rows]), demo_model_path(), calls_per_row=4, **options
+    )
+    plan = raymoe.map_batches_kwargs(
+        demo_model_path(), ds=ray.data.from_items(rows), calls_per_row=4, **{"rollout": add_up}
+    ).plan
+    found = ds.take_all()
+    assert len(found) == 80
+    assert {row["__inference_error__"] for row in found} == {""}
+    assert all(len(row["answers"]) == row["num_calls"] == len(row["items"]) for row in found)
+    assert len({row["text"] for row in found}) > 60  # equal rows have samples of their own
+    assert plan.plan.workload.num_rows == 160
+
+
+@pytest.mark.slow
 def test_an_actor_that_is_killed_twice_gives_each_row_once_and_the_same_texts(tmp_path):
     rows = make_bills(NUM_ROWS)
     assert {len(row["items"]) for row in rows} == {*range(1, MAX_TURNS + 1)}

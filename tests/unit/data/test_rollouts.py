@@ -3,6 +3,7 @@
 import functools
 import re
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -11,9 +12,10 @@ from raymoe.assets import demo_model_path
 from raymoe.config import SamplingParams
 from raymoe.data.generator import check_options, output_columns
 from raymoe.data.job_rows import content_key
-from raymoe.data.rollouts import check_rollout
+from raymoe.data.rollouts import RolloutColumns, check_rollout
 from raymoe.data.rows import RowReader
 from raymoe.data.workload import workload_of
+from raymoe.engine.outputs import Generation
 from raymoe.errors import ConfigError
 
 
@@ -104,3 +106,40 @@ def test_a_plan_counts_each_call_with_the_prompt_that_the_calls_before_it_left()
     assert found.num_rows == 3000
     assert found.row_lengths == ((40, 10), (50, 10), (60, 10), (70, 10), (80, 10), (90, 10))
     assert found.shared_prompt_tokens == round((32 + 32 + 64 + 64) / 6)
+
+
+def rows_of(*returned):
+    return [Generation(values={"num_calls": 1, "columns": columns}) for columns in returned]
+
+
+def test_columns_hold_all_rows_so_far_and_a_row_that_does_not_fit_costs_no_other():
+    columns = RolloutColumns("")
+
+    def append(*returned):
+        batch = pa.table({"row": range(len(returned))})
+        table, found = columns.append(batch, rows_of(*returned))
+        errors = [one.error.removeprefix("TypeError: what the rollout returned ") for one in found]
+        assert table["__inference_error__"].to_pylist() == [one.error for one in found]
+        return table.drop_columns([*columns.names, "row"]), errors
+
+    table, errors = append({"a": None, "b": []}, {})
+    assert table.to_pylist() == [{"a": None, "b": []}, {"a": None, "b": None}]
+    table, errors = append({"a": 1, "s": {"x": 1}}, {"a": 2.5, "b": ["t"], "s": {"y": [1]}})
+    struct = pa.struct([("x", pa.int64()), ("y", pa.list_(pa.int64()))])
+    assert dict(zip(table.column_names, table.schema.types, strict=True)) == {
+        "a": pa.float64(), "b": pa.list_(pa.string()), "s": struct,
+    }  # fmt: skip
+    assert errors == ["", ""]
+    bad = [{"a": "text"}, {"a": 2**70}, {"a": 2**53 + 1}, {"c": "\ud800"}, {"d": [1, "x"]}]
+    table, errors = append(*bad, {"a": 3, "c": True})
+    assert all(one.startswith("does not fit columns that hold") for one in errors[:5])
+    assert [row["a"] for row in table.to_pylist()] == [*[None] * 5, 3.0]
+    assert (errors[5], table.column_names) == ("", ["a", "b", "s", "c"])
+
+
+@pytest.mark.parametrize("batch_format", ["numpy", "pandas"])
+def test_columns_come_in_the_format_of_the_batch(batch_format):
+    table = pa.table({"row": [0]})
+    batch = {"numpy": {"row": np.zeros(1)}, "pandas": table.to_pandas()}[batch_format]
+    out, _ = RolloutColumns("").append(batch, rows_of({"a": None, "b": ["x"]}))
+    assert list(out["b"][0]) == ["x"]
