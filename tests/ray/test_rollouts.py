@@ -35,7 +35,7 @@ def test_a_job_in_one_call_plans_for_the_calls_and_adds_what_functions_return(lo
         ray.data.from_items([*rows, *rows]), demo_model_path(), calls_per_row=4, **options
     )
     plan = raymoe.map_batches_kwargs(
-        demo_model_path(), ds=ray.data.from_items(rows), calls_per_row=4, **{"rollout": add_up}
+        demo_model_path(), ds=ray.data.from_items(rows), calls_per_row=4, rollout=add_up
     ).plan
     found = ds.take_all()
     assert len(found) == 80
