@@ -56,7 +56,8 @@ def known_columns(operator: Any) -> KnownColumns:
     if options is not None:
         before = known_columns(operator.input_dependencies[0])
         added = sorted(output_columns(options["model_source"], options).names)
-        return KnownColumns(names=(*before.names, *added), is_complete=before.is_complete)
+        is_complete = before.is_complete and options.get("rollout") is None
+        return KnownColumns(names=(*before.names, *added), is_complete=is_complete)
     if type(operator).__name__ in _KEEP_COLUMNS:
         return known_columns(operator.input_dependencies[0])
     return KnownColumns(names=(), is_complete=False)
@@ -170,6 +171,8 @@ def _may_have_equal_samples(options: Mapping[str, Any], columns: KnownColumns) -
     """Whether rows are sampled by their prompt alone, so that equal ones must be told apart."""
     if options.get("id_column") is not None or read_task_of(options) is not None:
         return False
+    if options.get("rollout") is not None:
+        return True
     may_ask = SAMPLING_COLUMN in columns.names or not columns.is_complete
     return may_ask or not as_sampling_params(options.get("sampling_params")).is_greedy
 

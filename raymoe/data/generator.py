@@ -35,6 +35,14 @@ from raymoe.data.manifest import Manifest
 from raymoe.data.observer import Observer, RowCounter
 from raymoe.data.occurrences import RowNumbers
 from raymoe.data.request_column import RequestCells, timed
+from raymoe.data.rollouts import (
+    Function,
+    RolloutColumns,
+    RolloutLimits,
+    Rollouts,
+    check_rollout,
+    name_of,
+)
 from raymoe.data.rows import SAMPLING_COLUMN, RowReader, RowRequest, shown
 from raymoe.data.serial_calls import CallerThread, SerialCalls
 from raymoe.data.status import GENERATE, make_status_directory, status_beside
@@ -84,6 +92,7 @@ def check_options(
     known = inspect.signature(MoEGenerator).parameters.keys() - {"model_source"}
     _refuse_unknown(options, {*known, *others} - {"options"})
     check_template_kwargs(options.get("chat_template_kwargs") or {})
+    check_rollout(options)
     output_columns(model_source, options)
     model_source, config = with_base(model_source, as_engine_config(options.get("engine_config")))
     directory = find_files(model_source)
@@ -139,7 +148,7 @@ def _with_known_arguments(
     """Have wrong arguments named, with what was probably meant, instead of Python's TypeError."""
 
     def checked(self: "MoEGenerator", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check_arguments(args, kwargs)
+        check_rollout(check_arguments(args, kwargs))
         init(self, *args, **kwargs)
 
     return functools.update_wrapper(checked, init)
@@ -158,9 +167,13 @@ def chat_parser(model_source: str | Path, options: Mapping[str, Any]) -> ChatPar
     )
 
 
-def output_columns(model_source: str | Path, options: Mapping[str, Any]) -> OutputColumns:
+def output_columns(
+    model_source: str | Path, options: Mapping[str, Any]
+) -> OutputColumns | RolloutColumns:
     """Return the columns that a `MoEGenerator` adds, as far as its model is known here."""
     task, prefix = read_task_of(options), check_prefix(options.get("column_prefix", ""))
+    if options.get("rollout") is not None:
+        return RolloutColumns(prefix)
     schema = read_schema(options.get("output_schema"), task)
     params = generation_params(options.get("sampling_params"), schema)
     has_request = bool(options.get("has_request"))
@@ -263,7 +276,15 @@ class MoEGenerator:
             ``__inference_error__``.
         task_options: Fields of `raymoe.engine.tasks.rows.TaskOptions`.
         column_prefix: Precedes the name of each column added, ``__inference_error__`` too, so that
-            a pipeline can have several generators.
+            a pipeline can have several generators. A rollout names its own columns.
+        rollout: ``async def turns(row, generate)``, called with each row as a dict. Each ``await
+            generate(prompt, tools=..., **sampling_params)`` takes a text, token ids or messages,
+            and returns a `Generation`; calls of all rows share steps. It returns a dict of columns,
+            beside which there are ``num_calls, num_input_tokens, num_cached_tokens,
+            num_generated_tokens`` (of all calls) and ``__inference_error__``. What it raises makes
+            an error row.
+        rollout_limits: Of each row: ``calls`` (1,000 by default), ``tokens`` that are generated,
+            and ``seconds`` besides the calls. Beyond them it becomes an error row.
     """
 
     _engine: "Engine | None" = None
@@ -272,6 +293,8 @@ class MoEGenerator:
     _template = ""  # the chat template, once the engine is open
     _parser = NO_PARSER
     _answers: AnswerReader | None = None
+    _rollouts: Rollouts | None = None
+    _columns: OutputColumns | RolloutColumns
     _has_finished_a_batch = _has_generated_a_batch = False
 
     @_with_known_arguments
@@ -304,6 +327,8 @@ class MoEGenerator:
         task: str = "generate",
         task_options: Mapping[str, Any] | None = None,
         column_prefix: str = "",
+        rollout: Function | None = None,
+        rollout_limits: Mapping[str, Any] | None = None,
     ) -> None:
         self._pid, self._task = os.getpid(), read_task(task, task_options)
         self._schema, prefix = read_schema(output_schema, self._task), check_prefix(column_prefix)
@@ -311,9 +336,10 @@ class MoEGenerator:
             defaults=generation_params(sampling_params, self._schema), prompt_column=prompt_column,
             messages_column=messages_column, id_column=id_column, tools_column=tools_column,
             error_column=error_column, has_choices=has_choices, has_request=has_request,
+            is_rollout=rollout is not None,
             chat_template_kwargs=check_template_kwargs(chat_template_kwargs or {}))  # fmt: skip
         self._reader, self._columns = reader_and_columns(reader, self._task, prefix)
-        parsers = (reasoning_parser, tool_call_parser, tools_column is not None)
+        parsers = (reasoning_parser, tool_call_parser, (tools_column or rollout) is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
         self._should_continue_on_error = should_continue_on_error
         self._has_token_bytes = has_token_bytes
@@ -326,16 +352,15 @@ class MoEGenerator:
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
             model_source = identity.directory  # the engine loads what was identified
-            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task, parsers[0])
+            parts = (reader.defaults, config, reader.chat_template_kwargs, self._task,
+                     "" if rollout is None else name_of(rollout), parsers[0])  # fmt: skip
             open_job = _prepare_job(journal_dir, identity, parts, journal_sync_s)
             status_dir = status_dir or _status_beside(journal_dir)
         self._load(model_source, config, name=self._model, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._choose_parser(*parsers)
-            self._columns = OutputColumns.of(
-                reader.defaults, has_choices=has_choices, has_token_bytes=has_token_bytes,
-                has_request=has_request, parser=self._parser, schema=self._schema, prefix=prefix,
-            )  # fmt: skip
+            self._choose_columns(reader, prefix)
+            self._start_rollouts(rollout, rollout_limits, reader, prefix)
 
     def __call__(self, batch: Any) -> Any:
         """Generate for the rows of one batch; blocks until all are done.
@@ -394,10 +419,13 @@ class MoEGenerator:
         if os.getpid() != self._pid:
             return
         engine, self._engine = self._engine, None
+        rollouts, self._rollouts = self._rollouts, None
         if self._observer is not None:
             self._observer.close()  # it reads the engine a last time
         if engine is not None:
             engine.close()
+        if rollouts is not None:
+            rollouts.close()
         if self._answers is not None:
             self._answers.close()
         if self._job is not None:
@@ -448,6 +476,28 @@ class MoEGenerator:
         if self._engine is not None:
             self._engine.reasoning_parser = self._parser.reasoning
 
+    def _choose_columns(self, reader: RowReader, prefix: str) -> None:
+        self._columns = OutputColumns.of(
+            reader.defaults, has_choices=reader.has_choices, has_token_bytes=self._has_token_bytes,
+            has_request=reader.has_request, parser=self._parser, schema=self._schema, prefix=prefix,
+        )  # fmt: skip
+
+    def _start_rollouts(
+        self, rollout: Function | None, limits: object, reader: RowReader, prefix: str
+    ) -> None:
+        if rollout is None:
+            return
+        assert self._engine is not None
+        self._columns = RolloutColumns(prefix)
+        self._rollouts = Rollouts(
+            rollout,
+            self._engine,
+            limits=RolloutLimits.of(limits),
+            split=functools.partial(self._finished, self._engine),
+            reserved=self._columns.names,
+            template_kwargs=reader.chat_template_kwargs,
+        )
+
     @property
     def thread_pool_executor(self) -> CallerThread:
         """Where Ray Data has a class called that it was not told to be thread-safe.
@@ -475,7 +525,7 @@ class MoEGenerator:
             for i, request in enumerate(requests)
             if self._task is None
             and request.row_key is None
-            and not request.sampling_params.is_greedy
+            and (self._rollouts is not None or not request.sampling_params.is_greedy)
         ]
         numbers = self._numbers.claim([content_key(requests[i]) for i in sampled])
         numbered = list(requests)
@@ -496,6 +546,8 @@ class MoEGenerator:
         submit: Submit = functools.partial(_submit, engine, self._task)
         if self._request_cells is not None:
             submit = timed(submit)
+        if self._rollouts is not None:
+            submit = self._rollouts.submit
         try:
             futures = submit(wanted) if job is None else job.submit(wanted, places, submit)
             fresh = iter(_wait_for(engine, futures))
@@ -631,9 +683,11 @@ def _prepare_job(
     directory: str | Path, identity: "ModelIdentity", parts: tuple[Any, ...], sync_every_s: float
 ) -> Callable[[], JobRows]:
     """Return what opens the job's journal; the last of its parts is the parser of reasoning."""
-    params, config, kwargs, task, parser = parts
+    params, config, kwargs, task, rollout, parser = parts
     parser = shortest_name(parser, read_chat_template(identity.directory))
-    make_manifest = functools.partial(Manifest.of, identity, params, config, kwargs, task, parser)
+    make_manifest = functools.partial(
+        Manifest.of, identity, params, config, kwargs, task, parser, rollout
+    )
     check_job(directory, make_manifest())  # in a second, not after minutes of loading
     return functools.partial(_open_job, directory, identity, make_manifest, sync_every_s)
 
@@ -674,7 +728,7 @@ def _wait_for(engine: "Engine", futures: Sequence[Future[Generation]]) -> list[G
 
 
 def _with_column(generation: Generation, column: str) -> Generation:
-    if not generation.error:
+    if not generation.error or not column:
         return generation
     kind, _, reason = generation.error.partition(": ")
     if reason.split(" ", 1)[0] in SAMPLING_NAMES:

@@ -13,7 +13,7 @@ from raymoe.data.journal import ROW_KEY_BYTES, Journal
 from raymoe.data.journal_place import place_of
 from raymoe.data.manifest import Manifest, plain_params
 from raymoe.data.quarantine import Admission
-from raymoe.data.rows import RowRequest
+from raymoe.data.rows import RowRequest, without_nulls
 from raymoe.engine.outputs import Generation
 from raymoe.engine.tokenizer import Chat
 
@@ -135,6 +135,8 @@ def _content(request: RowRequest) -> list[object]:
     if isinstance(prompt, Chat):
         kwargs = [prompt.template_kwargs] if prompt.template_kwargs else []
         prompt = [prompt.messages, prompt.tools, *kwargs]
+    if request.cells is not None:  # whatever the order of columns
+        prompt = without_nulls(dict(sorted(request.cells.items())))
     content = [prompt, plain_params(request.sampling_params)]
     return content if request.continuations is None else [*content, request.continuations]
 

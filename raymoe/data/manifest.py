@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 FORMAT = 4  # of this file, of the keys and of the records: a change of any of them raises it
 FILE_NAME = "manifest.json"
 
-_ADDED = frozenset({"reasoning_parser"})  # since `FORMAT`; files without them have the defaults
+# Since `FORMAT`; files without them have the defaults.
+_ADDED = frozenset({"reasoning_parser", "rollout"})
 # Names and versions that may differ as long as the contents that they stand for do not.
 _FOR_PEOPLE = ("model", "raymoe")
 _DEFAULTS = SamplingParams()
@@ -54,6 +55,7 @@ class Manifest:
         task: Options of a task besides generation; empty for generation.
         reasoning_parser: Whose marks constraints and stop strings wait for; "auto" is that of the
             chat template.
+        rollout: Name of the function of each row; "" without one.
     """
 
     format: int = FORMAT
@@ -77,6 +79,7 @@ class Manifest:
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reasoning_parser: str = "auto"
+    rollout: str = ""
 
     @classmethod
     def of(  # noqa: PLR0917 - what an operator has
@@ -87,6 +90,7 @@ class Manifest:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         task: TaskOptions | None = None,
         reasoning_parser: str = "auto",
+        rollout: str = "",
     ) -> "Manifest":
         """Return the manifest of a job with this model and these options.
 
@@ -113,6 +117,7 @@ class Manifest:
             chat_template_kwargs=json.loads(json.dumps(dict(chat_template_kwargs or {}))),
             task={} if task is None else json.loads(json.dumps(dataclasses.asdict(task))),
             reasoning_parser=reasoning_parser,
+            rollout=rollout,
         )
 
     @property
@@ -129,6 +134,8 @@ class Manifest:
             del plain["adapter"]
         if self.reasoning_parser == "auto":
             del plain["reasoning_parser"]
+        if not self.rollout:
+            del plain["rollout"]
         return hashlib.blake2b(_json(plain), digest_size=16).hexdigest()
 
     def differences(self, now: "Manifest") -> list[str]:

@@ -26,6 +26,7 @@ from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.prompt_template import TEMPLATES, PromptTemplate, read_json_schema
 from raymoe.data.remote_args import take_remote_args
 from raymoe.data.request_column import as_in_ray
+from raymoe.data.rollouts import check_rollout
 from raymoe.data.rows import NO_COLUMN, SAMPLING_COLUMN
 from raymoe.data.sizing import POOL_OPTIONS, configure_data_context, map_batches_kwargs
 from raymoe.data.workload import find_columns
@@ -66,10 +67,13 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
             text or ``"@FILE"``. ``json_schema``, a schema or a file with one that answers follow;
             ``output_schema`` of `MoEGenerator` also reads their values. With a journal_dir,
             ``retry_errors=True`` generates rows again whose recorded answer is an error.
+            ``rollout``, a coroutine function that asks the model several times for each row, with
+            ``calls_per_row`` for the plan.
 
     Raises:
         ConfigError: An option that does not exist, or a value that cannot be used.
     """
+    check_rollout(options)
     _take_schema(options)
     _take_retries(options)
     sampling = {name: options.pop(name) for name in _SAMPLING_OPTIONS & options.keys()}
@@ -423,6 +427,8 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     """
     given = _fields_of(config)
     builder = dict(builder_kwargs or {})
+    if builder.get("rollout") is not None:
+        raise ConfigError("rows of a processor have one prompt; give rollout to raymoe.generate")
     chat = _stage(given, "chat_template_stage")
     is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
     _stage(given, "detokenize_stage")

@@ -178,8 +178,9 @@ class RowRequest:
         row_id: What is in the column of ids; None without one.
         row_key: Seeds the random numbers of the row; None lets the engine choose.
         occurrence: How many equal rows without a key the job had before this one.
-        error: "Type: message", or "" if the row is fine; then `prompt` is not None.
+        error: "Type: message", or "" if the row is fine; then `prompt` or `cells` is not None.
         continuations: What a task scores after the prompt, which is then empty for a document.
+        cells: All of the row, by column, for a rollout; structs have no fields that are null.
     """
 
     prompt: Prompt | None
@@ -190,6 +191,7 @@ class RowRequest:
     occurrence: int = 0
     error: str = ""
     continuations: tuple[str | list[int], ...] | None = None
+    cells: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +205,7 @@ class RowReader:
         has_choices: Whether the output has a column for all samples and their log probabilities.
         has_request: Whether it has one for their log probabilities and those of prompts.
         chat_template_kwargs: Of all rows of messages; the column of this name overrides them.
+        is_rollout: Whether a function takes the whole row, in the place of a prompt.
     """
 
     defaults: SamplingParams
@@ -214,6 +217,7 @@ class RowReader:
     has_choices: bool = False
     has_request: bool = False
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_rollout: bool = False
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any], **changes: Any) -> "RowReader":
@@ -221,7 +225,7 @@ class RowReader:
         defaults = as_sampling_params(options.get("sampling_params")).override(changes)
         names = [field.name for field in dataclasses.fields(cls) if field.name != "defaults"]
         given = {name: options[name] for name in names if options.get(name) is not None}
-        return cls(defaults=defaults, **given)
+        return cls(defaults=defaults, is_rollout=options.get("rollout") is not None, **given)
 
     def check_schema(self, schema: pa.Schema) -> None:
         self.check_columns(schema.names)
@@ -233,7 +237,7 @@ class RowReader:
             ConfigError: There is neither a prompt nor messages, or a named column is missing.
         """
         have = f"the rows have {', '.join(map(repr, names)) or 'no columns'}"
-        if not {*names} & {self.prompt_column, self.messages_column}:
+        if not self.is_rollout and not {*names} & {self.prompt_column, self.messages_column}:
             raise ConfigError(f"{self._missing()}; {have}; {self._advice()}")
         for option in ("id_column", "tools_column", "error_column"):
             name = getattr(self, option)
@@ -280,7 +284,8 @@ class RowReader:
             read_cells(table, TEMPLATE_COLUMN),
             strict=True,
         )
-        return [self._read_row(_Row(*row)) for row in rows]
+        requests = [self._read_row(_Row(*row)) for row in rows]
+        return _with_cells(requests, table) if self.is_rollout else requests
 
     def _read_row(self, row: "_Row") -> RowRequest:
         request = RowRequest(
@@ -296,7 +301,7 @@ class RowReader:
             refuse_bad_cell(row.error, str(self.error_column))
             if row.error:
                 return dataclasses.replace(request, error=own_error(row.error))
-            prompt = self._read_prompt(row)
+            prompt = None if self.is_rollout else self._read_prompt(row)
             sampling_params = self._read_params(row.params)
         except RowError as error:
             return dataclasses.replace(request, error=str(error))
@@ -332,6 +337,8 @@ class RowReader:
             params = self.defaults.override(options)
         except ConfigError as error:
             raise RowError(type(error).__name__, SAMPLING_COLUMN, f"has {error}") from error
+        if self.is_rollout:
+            return params
         if params.n > 1 and self.defaults.n == 1 and not self.has_choices:
             if self.has_request:  # ray.data.llm drops all samples but the first
                 return dataclasses.replace(params, n=1)
@@ -342,6 +349,25 @@ class RowReader:
             if getattr(params, key) is not None and getattr(self.defaults, key) is None:
                 raise _needs_default(key, key)
         return params
+
+
+def _with_cells(requests: list[RowRequest], table: Any) -> list[RowRequest]:
+    """Give rows all of their cells; one with a cell that cannot be read becomes an error row."""
+    names = column_names(table)
+    rows = zip(*(read_cells(table, name) for name in names), strict=True)
+    return [_with_row(request, names, row) for request, row in zip(requests, rows, strict=True)]
+
+
+def _with_row(request: RowRequest, names: Sequence[str], row: Sequence[Any]) -> RowRequest:
+    cells = dict(zip(names, row, strict=True))
+    try:
+        for name, cell in cells.items():
+            refuse_bad_cell(cell, name)
+    except RowError as error:
+        return dataclasses.replace(request, column="", error=request.error or str(error))
+    # Another row of the block must not change what this one is.
+    cells = {name: without_nulls(cell) for name, cell in cells.items()}
+    return dataclasses.replace(request, column="", cells=cells)
 
 
 def own_error(value: Any) -> str:

@@ -37,6 +37,7 @@ from raymoe.data.model_files import fetch_for_plan
 from raymoe.data.node_share import choose_sharing, dtype_of, read_model, saved_bytes, share_node
 from raymoe.data.nodes import Node
 from raymoe.data.remote_args import NAMES, RemoteArgs, take_remote_args
+from raymoe.data.rollouts import CALLS_PER_ROW
 from raymoe.data.tasks import read_task_of, reader_of
 from raymoe.data.workload import describe, find_workload, resized
 from raymoe.download.models import find_files
@@ -176,9 +177,10 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
         num_cpus: Reserved for an actor; None leaves one of a node to reads.
         memory: Bytes reserved for an actor; None chooses what the plan needs.
         ds: The dataset, to plan for its rows and their lengths; `workload` replaces it.
-        options: Of `MoEGenerator`, directories from here; and of actors as Ray names them:
-            label_selector, fallback_strategy, accelerator_type, resources, scheduling_strategy,
-            runtime_env, and ray_remote_args for others. Only nodes that meet them count.
+        options: Of `MoEGenerator`, directories from here; calls_per_row, how often a `rollout` asks
+            the model on average; and of actors as Ray names them, of which only nodes count that
+            meet them: label_selector, fallback_strategy, accelerator_type, resources,
+            scheduling_strategy, runtime_env, and ray_remote_args for others.
     """
     counts = {"num_generators": num_generators, "min_actors": min_actors}
     _check_counts(num_actors, rows_in_flight=rows_in_flight, batch_size=batch_size, **counts)
@@ -189,8 +191,7 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     cluster = _find_cluster(config, num_gpus, num_generators, ds, remote_args=remote_args)
     found = pool, config, plan, job, *_ = _plan_pool(
         model_source, config, workload, cluster, num_actors=num_actors,
-        min_actors=min_actors, batch_size=batch_size,
-    )  # fmt: skip
+        min_actors=min_actors, batch_size=batch_size)  # fmt: skip
     rows = rows_in_flight or _default_rows(plan, job)
     batch_size, calls = _choose_sizes(rows, batch_size, pool[1])
     calls = min(calls, rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size))
@@ -217,7 +218,7 @@ def _request(
     return {"num_cpus": num_cpus, "memory": memory, **remote_args}
 
 
-POOL_OPTIONS = frozenset(inspect.signature(map_batches_kwargs).parameters) | NAMES
+POOL_OPTIONS = frozenset(inspect.signature(map_batches_kwargs).parameters) | NAMES | {CALLS_PER_ROW}
 
 
 def _show(workload: Workload | None, found: "PoolPlan", cluster: Cluster) -> None:
@@ -535,6 +536,12 @@ def _with_tasks(job: JobPlan | None, rows_in_flight: int | None, batch_size: int
     return dataclasses.replace(job, kinds=tuple(kinds))
 
 
+def _sequences_of_a_row(options: Mapping[str, Any]) -> int:
+    """Return how often a workload counts a row: for each sample and each call of a rollout."""
+    num_samples: int = as_sampling_params(options.get("sampling_params")).n
+    return num_samples * (options.get(CALLS_PER_ROW) or 1)
+
+
 def _num_places(cluster: Cluster) -> int:
     if cluster.max_actors:
         return cluster.max_actors
@@ -631,7 +638,10 @@ def _find_workload(
     options: Mapping[str, Any],
 ) -> Workload | None:
     if given is None:
-        return None if ds is None else find_workload(ds, model_source, reader_of(options))
+        if ds is None:
+            return None
+        calls_per_row = options.get(CALLS_PER_ROW) or 1
+        return find_workload(ds, model_source, reader_of(options), calls_per_row)
     return given if read_task_of(options) is None else given.without_generation()
 
 
@@ -715,7 +725,7 @@ def _for_nodes(options: Mapping[str, Any]) -> dict[str, Any]:
     if schema is not None:
         options = {**options, "output_schema": OutputSchema.of(schema).as_dict()}
     given = {name: str(options[name]) for name in DIRECTORIES if options.get(name) is not None}
-    return dict(options) | {
+    return {name: value for name, value in options.items() if name != CALLS_PER_ROW} | {
         name: text if "://" in text else str(expanded(text)) for name, text in given.items()
     }
 
@@ -736,7 +746,7 @@ def _calls_of_a_share(
     """
     if workload is None or pool[0] == pool[1]:
         return MAX_CONCURRENT_CALLS
-    num_samples = as_sampling_params(options.get("sampling_params")).n  # a workload counts them
+    num_samples = _sequences_of_a_row(options)
     num_tasks = ceil_div(workload.num_rows, num_samples * pool[1] * batch_size)
     return max(1, math.floor(num_tasks / _upscaling_threshold()))
 

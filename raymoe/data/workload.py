@@ -1,5 +1,6 @@
 """The workload of a job: how many rows, and how long, so that the plan is that of the job."""
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from raymoe.data.rows import RowReader, RowRequest
+from raymoe.data.rows import Prompt, RowReader, RowRequest, as_text
 from raymoe.data.tasks import TaskReader
 from raymoe.download.models import find_files
 from raymoe.engine.outputs import Int32s
 from raymoe.engine.tokenizer import Tokenizer
 from raymoe.errors import RaymoeError
+from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div
@@ -31,7 +33,10 @@ _NO_TOKENS: Int32s = np.array([], np.int32)
 
 
 def find_workload(
-    ds: "Dataset", model_source: str | Path, reader: RowReader | TaskReader
+    ds: "Dataset",
+    model_source: str | Path,
+    reader: RowReader | TaskReader,
+    calls_per_row: int = 1,
 ) -> Workload | None:
     """Return the rows of a dataset as far as that is cheap, else None.
 
@@ -53,7 +58,7 @@ def find_workload(
     sample = pa.concat_tables(tables, promote_options="permissive")
     num_rows = sample.num_rows if sample.num_rows < SAMPLED_ROWS else _count(ds)
     reader.check_schema(sample.schema)  # in the user's words, before an actor starts
-    return workload_of(sample, num_rows, model_source, reader)
+    return workload_of(sample, num_rows, model_source, reader, calls_per_row)
 
 
 def _count(ds: "Dataset") -> int:
@@ -79,10 +84,17 @@ def _has_actors(operator: Any) -> bool:
     return isinstance(getattr(operator, "fn", None), type)
 
 
-def workload_of(
-    sample: pa.Table, num_rows: int, model_source: str | Path, reader: RowReader | TaskReader
+def workload_of(  # noqa: PLR0917 - a sample, and what it is of
+    sample: pa.Table,
+    num_rows: int,
+    model_source: str | Path,
+    reader: RowReader | TaskReader,
+    calls_per_row: int = 1,
 ) -> Workload | None:
     """Return the workload of `num_rows` rows that are like those of the sample.
+
+    Each call of a rollout counts as a row. The first one asks what is in the row, and each further
+    one what the one before asked and was answered.
 
     Rows generate at most their `max_tokens`; how many end earlier is not known. What a task scores
     after a prompt counts to it. None if the model is not on this machine, or no row of the sample
@@ -94,18 +106,36 @@ def workload_of(
     if directory is None:
         return None
     max_model_len = ModelSpec.from_directory(directory).max_model_len
-    requests = [request for request in reader.read(sample) if request.prompt is not None]
-    pairs, prompts = [], []
+    sample = sample.slice(0, max(1, SAMPLED_ROWS // calls_per_row))
+    requests = [_as_asked(one) for one in reader.read(sample) if not one.error]
+    pairs, prompts, num_found = [], [], 0
     for request, (prompt, num_more) in zip(requests, _tokens(requests, directory), strict=True):
         of_row = _lengths(request, (len(prompt), num_more), max_model_len, reader)
-        pairs += of_row
         prompts += [prompt] * len(of_row)
+        for length, num_generated in of_row:
+            turns = range(length, length + calls_per_row * num_generated, num_generated)
+            lengths = [min(tokens, max(length, max_model_len - 1)) for tokens in turns]
+            pairs += [(tokens, num_generated) for tokens in lengths]
+            num_found += sum(_in_blocks(tokens) for tokens in lengths[:-1])
     if not pairs:
         return None
     each = len(pairs) / max(1, len(requests))
-    workload = Workload.of_rows(tuple(pairs), num_shared_tokens(prompts) / len(pairs))
+    num_found += num_shared_tokens(prompts)
+    workload = Workload.of_rows(tuple(pairs), num_found / len(pairs))
     generates = not isinstance(reader, TaskReader)
     return replace(workload, num_rows=max(1, round(num_rows * each)), generates=generates)
+
+
+def _as_asked(request: RowRequest) -> RowRequest:
+    """Return a row with what its rollout may ask first: its messages or prompt, or all of it."""
+    if request.cells is None:
+        return request
+    given: Prompt | None = request.cells.get("messages") or request.cells.get("prompt")
+    return replace(request, prompt=given or json.dumps(request.cells, default=as_text))
+
+
+def _in_blocks(num_tokens: int) -> int:
+    return num_tokens - num_tokens % KV_BLOCK_TOKENS
 
 
 def _lengths(

@@ -402,11 +402,13 @@ class Engine:
         sampling_params: Params | Sequence[Params] = None,
         *,
         output_schema: Any = None,
+        row_keys: Sequence[object] | None = None,
         **options: Any,
     ) -> list[Generation]:
         """As `generate`, for coroutines: calls that wait at the same time share steps.
 
-        Cancelling it drops its rows, also those that are being generated.
+        Cancelling it drops its rows, also those that are being generated. `row_keys` are those of
+        `submit`.
         """
         self._check_process()
         params = _with_options(sampling_params, options)
@@ -417,7 +419,7 @@ class Engine:
             self._num_submitting += 1
             if self._submitter is None:
                 self._submitter = ThreadPoolExecutor(MAX_SUBMITTING, "raymoe-submit")
-            submit = functools.partial(self._submit_all, prompts, params, call=call)
+            submit = functools.partial(self._submit_all, prompts, params, row_keys, call=call)
             submitting = self._submitter.submit(submit)
         try:
             try:
