@@ -22,6 +22,16 @@ def test_pythons_are_those_that_wheels_are_built_for() -> None:
     listed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert listed == built
     assert PROJECT["requires-python"] == f">={built[0]}"
+    tested = read_workflow(ROOT / ".github" / "workflows" / "versions.yml")["jobs"]
+    assert tested["newest"]["strategy"]["matrix"]["python"] == built
+
+
+def test_readme_names_the_versions_that_are_allowed() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name, bounds in ("Ray", "ray[data]"), ("torch", "torch"), ("transformers", "transformers"):
+        (line,) = (line for line in PROJECT["dependencies"] if line.startswith(f"{bounds}>="))
+        oldest, major, minor = re.findall(r">=(\d+\.\d+),<(\d+)\.(\d+)$", line)[0]
+        assert f"{name} {oldest} to {major}.{int(minor) - 1}" in readme
 
 
 def test_a_citation_names_authors_licence_and_version() -> None:

@@ -60,7 +60,7 @@ OWN_SIGNALS = frozenset(
 
 def check_present() -> None:
     if importlib.util.find_spec("llguidance") is None:
-        raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.9,<2'")
+        raise ConfigError("structured_outputs needs llguidance: pip install 'llguidance>=1.7,<2'")
 
 
 class LimitError(Exception):

@@ -8,12 +8,14 @@ import datetime
 import json
 import random
 from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
+from packaging.version import Version
 
 from raymoe.engine.grammars import compile_request
 from raymoe.engine.workers.grammar_worker import PARSER_LIMITS, grammar_text, load_vocabulary
@@ -28,6 +30,9 @@ REFUSED_WHOLE = {
 }  # fmt: skip
 # What only such texts hold is never generated: other names first, 1.0 for 1, escapes of strings.
 NOT_GENERATED = 24
+BOUNDS_SPACES = pytest.mark.skipif(
+    Version(version("llguidance")) < Version("1.8"), reason="llguidance 1.7 bounds no spaces"
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,7 @@ def test_the_suite_agrees_with_jsonschema_so_that_its_answers_count():
         ({"type": "object", "additionalProperties": False}, '{"b":2}', False),
         ({"type": "integer"}, "-0", True),
         ({"type": "array"}, "[" + " " * 32 + "]", True),
-        ({"type": "array"}, "[" + " " * 33 + "]", False),
+        pytest.param({"type": "array"}, "[" + " " * 33 + "]", False, marks=BOUNDS_SPACES),
         ({"type": "string"}, '"a\nb"', False),
         ({"type": "string", "pattern": "^\\d$"}, '"٣"', False),
         ({"type": "string", "pattern": "^\\S$"}, '"\ufeff"', False),
