@@ -1,6 +1,5 @@
 """README and guide: what they name exists, and the first lines of each page run."""
 
-import importlib
 import os
 import re
 import shlex
@@ -11,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from raymoe.cli import COMMANDS
+from raymoe.cli import COMMANDS, load_command
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +23,7 @@ DOCUMENTS = [
     "docs/guide.md",
     *(f"docs/{name}.md" for name in PAGES),
     "raymoe/bench/RESULTS.md",
-    ".github/CONTRIBUTING.md",
+    "CONTRIBUTING.md",
 ]
 PATH = re.compile(r"`((?:raymoe|tests|native|examples|schedule|runtime|model|engine|data)/[^` ]+)`")
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```", re.DOTALL)
@@ -51,10 +49,8 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def options_of(name: str) -> set[str]:
-    app = typer.Typer()
-    app.command()(importlib.import_module(f"raymoe.cli.{name}").run)
-    command = typer.main.get_command(app)
-    return {one for each in command.params for one in (*each.opts, *each.secondary_opts)}
+    params = load_command(name).params
+    return {one for each in params for one in (*each.opts, *each.secondary_opts)}
 
 
 def run_lines(language: str, code: str, directory: Path) -> str:

@@ -1,9 +1,9 @@
 """Rank nodes for models, and plan models in demand for nodes.
 
 `python -m tools.rank_nodes [costs|rates] [--write]` prints the tables of a kind, or of both.
-`costs` runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000
---max-context 4096 --json` for five models: a table of docs/nodes.md, and one of RESULTS.md. `rates`
-plans 100,000 rows of models in demand for five GPUs and three sizes of host memory: another table
+`costs` runs `raymoe plan --model NAME --prompt-len 512 --gen-len 128 --num-rows 100000
+--max-context 2048 --json` for nine models: a table of docs/nodes.md, and one of RESULTS.md. `rates`
+plans the same rows of models in demand for five GPUs and three sizes of host memory: another table
 of docs/nodes.md. `--write` puts the tables there.
 """
 
@@ -23,12 +23,11 @@ from raymoe.units import GIB
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "tests" / "data" / "published_models.json"
-PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 10_000_000
-MAX_CONTEXT = 4096
+PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 100_000
+MAX_CONTEXT = 2048
 API_PRICES = "OpenRouter, August 2026, by the list of pydantic/genai-prices (98e606a)"
 SHOWN = 3
 GPUS, HOST_GIB = ("l4", "a5000", "l40s", "4090", "h100"), (128, 256, 512)
-NUM_ROWS_OF_RATES, MAX_CONTEXT_OF_RATES = 100_000, 2048
 DEMANDED = f"| model | GiB | {' | '.join(GPUS)} | published, one GPU |"
 BOUNDS = {"htod": "link", "dtoh": "link", "cpu": "cores", "gpu": "GPU"}
 
@@ -52,6 +51,7 @@ class Model:
 MODELS = (
     Model("gpt-oss-120b, MXFP4", "openai/gpt-oss-120b", 0.039, 0.18),
     Model("Gemma-4-26B-A4B, NVFP4", "nvidia/Gemma-4-26B-A4B-NVFP4", 0.06, 0.33),
+    Model("Qwen3-30B-A3B, FP8", "qwen3-30b-a3b", 0.08, 0.29, ("--weights", "fp8")),
     Model(
         "Mistral-Small-4, FP8",
         "mistralai/Mistral-Small-4-119B-2603",
@@ -59,7 +59,10 @@ MODELS = (
         0.60,
         ("--weights", "fp8"),
     ),
+    Model("DeepSeek-V4-Flash, FP8 + FP4", "deepseek-ai/DeepSeek-V4-Flash", 0.0983, 0.1966),
+    Model("Mixtral-8x7B, bfloat16", "mixtral-8x7b", 0.24, 0.24),
     Model("MiniMax-M2.5, NVFP4", "nvidia/MiniMax-M2.5-NVFP4", 0.15, 0.90),
+    Model("GLM-5.2, NVFP4", "nvidia/GLM-5.2-NVFP4", 1.4, 4.4),
     Model("Kimi-K2.5, INT4", "moonshotai/Kimi-K2.5", 0.40, 1.90),
 )
 
@@ -109,11 +112,14 @@ def config_of(published: str) -> str:
 
 def ranking(model: Model) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(config_of(model.published))
+        name = model.published
+        if "/" in name:  # else a short name
+            (Path(directory) / "config.json").write_text(config_of(name))
+            name = directory
         job = ("--prompt-len", str(PROMPT_TOKENS), "--gen-len", str(GENERATED_TOKENS),
                "--max-context", str(MAX_CONTEXT))  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-m", "raymoe", "plan", "--model", directory, *job, "--num-rows",
+            [sys.executable, "-m", "raymoe", "plan", "--model", name, *job, "--num-rows",
              str(NUM_ROWS), *model.options, "--json"],
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
@@ -134,8 +140,8 @@ def rate(model: Demanded, gpu: str, host_gib: int) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "raymoe", "plan", "--model", directory, "--hardware",
              f"{directory}/node.json", "--prompt-len", str(PROMPT_TOKENS), "--gen-len",
-             str(GENERATED_TOKENS), "--num-rows", str(NUM_ROWS_OF_RATES), "--max-context",
-             str(MAX_CONTEXT_OF_RATES), *model.options, "--json"],
+             str(GENERATED_TOKENS), "--num-rows", str(NUM_ROWS), "--max-context",
+             str(MAX_CONTEXT), *model.options, "--json"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode and "short)" in done.stderr:

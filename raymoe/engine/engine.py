@@ -457,7 +457,7 @@ class Engine:
             What is drawn at random depends on the index, not on how often a prompt came before.
 
         Raises:
-            As `generate`, and what the iterable raises, after the rows before.
+            ConfigError: As `generate`. What the iterable raises comes after the rows before it.
         """
         return self._streamed(*self._begin_stream(
             prompts, _with_options(sampling_params, options), output_schema, max_rows
