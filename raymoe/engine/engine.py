@@ -224,6 +224,12 @@ class Engine:
     Use it as a context manager, or call `close`: a model stays in memory until then, whatever
     becomes of the variable.
 
+    Examples:
+        >>> with raymoe.Engine.from_pretrained(raymoe.demo_model_path()) as engine:
+        ...     [generation] = engine.generate(["date: 5 March 2024 ->"], temperature=0.0)
+        >>> generation.text, generation.finish_reason
+        ('2024-03-05', 'stop')
+
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
         accuracy: What steps were predicted to take and what they took, since rows last began;
