@@ -32,7 +32,8 @@ class Plan:
         >>> plan.schedule, plan.cost_per_million_tokens(price_per_hour=2.0) > 0
         ('in_place', True)
         >>> print(plan.describe())  # doctest: +ELLIPSIS
-        raymoe plan ...
+        demo_model on node (16 cores, 32.00 GiB)
+        ...
 
     Attributes:
         hardware: One rank's share of the node.

@@ -13,8 +13,8 @@ class Workload:
 
     Examples:
         >>> job = raymoe.Workload(num_rows=10_000, prompt_tokens=418, generated_tokens=128)
-        >>> raymoe.find_plan(model, node, job).job.total_s > 0
-        True
+        >>> job.share(4).num_rows  # of one of four nodes
+        2500
 
     Attributes:
         num_rows: Rows available at once; more arrive as these end.
