@@ -2,9 +2,8 @@
 
 `python -m tools.rank_nodes [costs|rates] [--write]` prints the tables of a kind, or of both.
 `costs` runs `raymoe plan --model NAME --prompt-len 512 --gen-len 128 --num-rows 100000
---max-context 2048 --json` for nine models: a table of docs/nodes.md, and one of RESULTS.md. `rates`
-plans the same rows of models in demand for five GPUs and three sizes of host memory: another table
-of docs/nodes.md. `--write` puts the tables there.
+--max-context 2048 --json` for each model. `rates` plans the same rows of models in demand for five
+GPUs and three sizes of host memory. `--write` puts the tables into docs/nodes.md.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +172,8 @@ def short_row(model: Model, found: dict[str, Any]) -> str:
     cells = [
         ", ".join(nodes) or "none; pipeline of " + pipeline.split(" hold ")[0].split(" (")[0],
         "" if best is None else f"{best['node']} {best['spot_cost_per_million_tokens']:.2f}",
-        f"{model.api:.2f}",
+        f"{model.api:.2f} ({PROMPT_TOKENS // GENERATED_TOKENS} x {model.api_prompt} + "
+        f"{model.api_generated})",
     ]
     return f"| {model.title} | {' | '.join(cells)} |"
 
@@ -184,28 +183,7 @@ def _node(offer: dict[str, Any]) -> str:
     return f"{offer['node']}{fits} {offer['cost_per_million_tokens']:.2f}"
 
 
-def long_rows(model: Model, found: dict[str, Any]) -> Iterator[str]:
-    for offer in found["offers"]:
-        if "problem" in offer:
-            continue
-        spot = offer["spot_cost_per_million_tokens"]
-        cells = (
-            model.title,
-            offer["node"],
-            f"{offer['tokens_per_s']:,.0f}",
-            f"{offer['cost_per_million_tokens']:.2f}",
-            "" if spot is None else f"{spot:.2f}",
-            f"{offer['seconds'] / 86_400:,.1f}",
-            "fits the GPU" if offer["schedule"] == "resident" else offer["bound"],
-        )
-        yield f"| {' | '.join(cells)} |"
-    for note in found["notes"]:
-        if "in a pipeline" in note:
-            yield f"| {model.title} | {note.rstrip('.')} | | | | | |"
-
-
 SHORT = "| model | cheapest on demand | spot | API |"
-LONG = "| model | node | tokens/s | $/M | spot $/M | days | bound by |"
 
 
 def replace_table(path: Path, header: str, table: str) -> None:
@@ -214,18 +192,16 @@ def replace_table(path: Path, header: str, table: str) -> None:
     path.write_text(f"{before}{table}\n\n{after.split(chr(10) * 2, 1)[1]}")
 
 
-def costs() -> tuple[str, str]:
-    """The short table and the long one; prints where prices come from."""
-    found = {}
+def costs() -> str:
+    """The table of costs; prints where prices come from."""
+    rows, found = [], {}
     for model in MODELS:
         print(f"planning {model.title}", file=sys.stderr)
-        found[model] = ranking(model)
-    short = [SHORT, "|---|---|---|---|", *(short_row(*each) for each in found.items())]
-    long = [LONG, "|---|---|---|---|---|---|---|"]
-    long += [row for each in found.items() for row in long_rows(*each)]
-    prices = next(iter(found.values()))["prices"]
+        found = ranking(model)
+        rows.append(short_row(model, found))
+    prices = found["prices"]
     print(f"Prices: {prices['source']} ({prices['date']}). API: {API_PRICES}.\n")
-    return "\n".join(short), "\n".join(long)
+    return "\n".join([SHORT, "|---|---|---|---|", *rows])
 
 
 def main() -> None:
@@ -234,17 +210,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     kinds = [arguments.kind] if arguments.kind else ["costs", "rates"]
-    nodes, results = ROOT / "docs" / "nodes.md", ROOT / "raymoe" / "bench" / "RESULTS.md"
-    tables: list[tuple[Path, str, str]] = []
+    tables = []
     if "costs" in kinds:
-        short, long = costs()
-        tables += [(nodes, SHORT, short), (results, LONG, long)]
+        tables.append((SHORT, costs()))
     if "rates" in kinds:
-        tables.append((nodes, DEMANDED, rates()))
-    print("\n\n".join(table for _, _, table in tables))
+        tables.append((DEMANDED, rates()))
+    print("\n\n".join(table for _, table in tables))
     if arguments.write:
-        for table in tables:
-            replace_table(*table)
+        for header, table in tables:
+            replace_table(ROOT / "docs" / "nodes.md", header, table)
 
 
 if __name__ == "__main__":

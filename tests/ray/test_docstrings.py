@@ -11,7 +11,6 @@ import ray
 import raymoe
 from tests.test_reference import PAGES, examples_of
 
-
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
