@@ -99,6 +99,10 @@ def check_names(options: Iterable[object], known: Collection[str], where: str) -
 class SamplingParams:
     """How the tokens of one row are chosen; names and defaults are vLLM's.
 
+    Examples:
+        >>> raymoe.SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, stop=["###"]).is_greedy
+        False
+
     Attributes:
         max_tokens: Maximum number of tokens to generate per sequence.
         min_tokens: Before this many tokens, EOS and stop tokens are masked and stop strings end
@@ -259,6 +263,12 @@ SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingPa
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine runs; None chooses automatically.
+
+    Examples:
+        >>> config = raymoe.EngineConfig(device="cpu", host_memory_bytes=64 * 2**30, seed=1)
+        >>> with raymoe.Engine.from_pretrained(raymoe.demo_model_path(), config) as engine:
+        ...     engine.max_model_len >= 256
+        True
 
     Attributes:
         dtype: Type of the computation; "auto" is the checkpoint's.

@@ -26,6 +26,13 @@ EXIT_BAD_USAGE = 2  # of the command after a ConfigError
 class RaymoeError(Exception):
     """Base of every error raised on purpose.
 
+    Examples:
+        >>> try:
+        ...     raymoe.SamplingParams(temperatur=0.5)
+        ... except raymoe.RaymoeError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        UnknownOptionError: unknown sampling parameter 'temperatur'; did you mean 'temperature'?
+
     Attributes:
         row: Position in its batch of the row that is at fault; None if none is.
         column: The column at fault.
@@ -106,7 +113,11 @@ TEMPORARY_ERRORS = (f"{WorkerProcessError.__name__}:", f"{CapacityError.__name__
 
 
 class RaymoeWarning(UserWarning):
-    """Base of every warning raised on purpose."""
+    """Base of every warning raised on purpose.
+
+    Examples:
+        >>> warnings.simplefilter("error", raymoe.RaymoeWarning)  # each ends the job
+    """
 
 
 class PerformanceWarning(RaymoeWarning):

@@ -1,4 +1,4 @@
-"""Subjects of commits are `area: verb what`, as .github/CONTRIBUTING.md asks."""
+"""Subjects of commits are `area: verb what`, as CONTRIBUTING.md asks."""
 
 import importlib.util
 import subprocess

@@ -1,6 +1,6 @@
 """README and guide: what they name exists, and the first lines of each page run."""
 
-import importlib
+import json
 import os
 import re
 import shlex
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from raymoe.cli import COMMANDS
+from raymoe.cli import COMMANDS, load_command
 from raymoe.specs.families import FAMILIES, MODEL_TYPE_ALIASES, WRAPPERS
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +24,10 @@ DOCUMENTS = [
     "docs/guide.md",
     *(f"docs/{name}.md" for name in PAGES),
     "raymoe/bench/RESULTS.md",
-    ".github/CONTRIBUTING.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "examples/README.md",
+    *(f"docs/reference/{name}.md" for name in ("datasets", "engine", "errors", "plans")),
 ]
 PATH = re.compile(r"`((?:raymoe|tests|native|examples|schedule|runtime|model|engine|data)/[^` ]+)`")
 BLOCK = re.compile(r"```(python|sh)\n(.*?)```", re.DOTALL)
@@ -51,10 +53,8 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def options_of(name: str) -> set[str]:
-    app = typer.Typer()
-    app.command()(importlib.import_module(f"raymoe.cli.{name}").run)
-    command = typer.main.get_command(app)
-    return {one for each in command.params for one in (*each.opts, *each.secondary_opts)}
+    params = load_command(name).params
+    return {one for each in params for one in (*each.opts, *each.secondary_opts)}
 
 
 def run_lines(language: str, code: str, directory: Path) -> str:
@@ -167,6 +167,18 @@ PRINTED = {
 def test_the_first_lines_of_a_page_run(name: str, tmp_path: Path) -> None:
     language, code = BLOCK.findall((GUIDE.parent / f"{name}.md").read_text())[0]
     assert PRINTED[name] in run_lines(language, code, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_stored_outputs_are_small(path: Path, tmp_path: Path) -> None:
+    assert path.stat().st_size < 40_000
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert any(cell["outputs"] for cell in cells)
+    assert not any(out["output_type"] == "error" for cell in cells for out in cell["outputs"])
+    pytest.importorskip("ipykernel", reason="needs pip install '.[slow]'")
+    run_lines("sh", f"jupyter nbconvert --to notebook --execute {path} --output-dir .", tmp_path)
 
 
 EXAMPLES = {

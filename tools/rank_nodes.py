@@ -1,10 +1,9 @@
 """Rank nodes for models, and plan models in demand for nodes.
 
 `python -m tools.rank_nodes [costs|rates] [--write]` prints the tables of a kind, or of both.
-`costs` runs `raymoe plan --model DIR --prompt-len 512 --gen-len 128 --num-rows 10000000
---max-context 4096 --json` for five models: a table of docs/nodes.md, and one of RESULTS.md. `rates`
-plans 100,000 rows of models in demand for five GPUs and three sizes of host memory: another table
-of docs/nodes.md. `--write` puts the tables there.
+`costs` runs `raymoe plan --model NAME --prompt-len 512 --gen-len 128 --num-rows 100000
+--max-context 2048 --json` for each model. `rates` plans the same rows of models in demand for five
+GPUs and three sizes of host memory. `--write` puts the tables into docs/nodes.md.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,11 @@ from raymoe.units import GIB
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "tests" / "data" / "published_models.json"
-PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 10_000_000
-MAX_CONTEXT = 4096
+PROMPT_TOKENS, GENERATED_TOKENS, NUM_ROWS = 512, 128, 100_000
+MAX_CONTEXT = 2048
 API_PRICES = "OpenRouter, August 2026, by the list of pydantic/genai-prices (98e606a)"
 SHOWN = 3
 GPUS, HOST_GIB = ("l4", "a5000", "l40s", "4090", "h100"), (128, 256, 512)
-NUM_ROWS_OF_RATES, MAX_CONTEXT_OF_RATES = 100_000, 2048
 DEMANDED = f"| model | GiB | {' | '.join(GPUS)} | published, one GPU |"
 BOUNDS = {"htod": "link", "dtoh": "link", "cpu": "cores", "gpu": "GPU"}
 
@@ -52,6 +49,7 @@ class Model:
 MODELS = (
     Model("gpt-oss-120b, MXFP4", "openai/gpt-oss-120b", 0.039, 0.18),
     Model("Gemma-4-26B-A4B, NVFP4", "nvidia/Gemma-4-26B-A4B-NVFP4", 0.06, 0.33),
+    Model("Qwen3-30B-A3B, FP8", "qwen3-30b-a3b", 0.08, 0.29, ("--weights", "fp8")),
     Model(
         "Mistral-Small-4, FP8",
         "mistralai/Mistral-Small-4-119B-2603",
@@ -59,7 +57,10 @@ MODELS = (
         0.60,
         ("--weights", "fp8"),
     ),
+    Model("DeepSeek-V4-Flash, FP8 + FP4", "deepseek-ai/DeepSeek-V4-Flash", 0.0983, 0.1966),
+    Model("Mixtral-8x7B, bfloat16", "mixtral-8x7b", 0.24, 0.24),
     Model("MiniMax-M2.5, NVFP4", "nvidia/MiniMax-M2.5-NVFP4", 0.15, 0.90),
+    Model("GLM-5.2, NVFP4", "nvidia/GLM-5.2-NVFP4", 1.4, 4.4),
     Model("Kimi-K2.5, INT4", "moonshotai/Kimi-K2.5", 0.40, 1.90),
 )
 
@@ -109,11 +110,14 @@ def config_of(published: str) -> str:
 
 def ranking(model: Model) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(config_of(model.published))
+        name = model.published
+        if "/" in name:  # else a short name
+            (Path(directory) / "config.json").write_text(config_of(name))
+            name = directory
         job = ("--prompt-len", str(PROMPT_TOKENS), "--gen-len", str(GENERATED_TOKENS),
                "--max-context", str(MAX_CONTEXT))  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-m", "raymoe", "plan", "--model", directory, *job, "--num-rows",
+            [sys.executable, "-m", "raymoe", "plan", "--model", name, *job, "--num-rows",
              str(NUM_ROWS), *model.options, "--json"],
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
@@ -134,8 +138,8 @@ def rate(model: Demanded, gpu: str, host_gib: int) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "raymoe", "plan", "--model", directory, "--hardware",
              f"{directory}/node.json", "--prompt-len", str(PROMPT_TOKENS), "--gen-len",
-             str(GENERATED_TOKENS), "--num-rows", str(NUM_ROWS_OF_RATES), "--max-context",
-             str(MAX_CONTEXT_OF_RATES), *model.options, "--json"],
+             str(GENERATED_TOKENS), "--num-rows", str(NUM_ROWS), "--max-context",
+             str(MAX_CONTEXT), *model.options, "--json"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if done.returncode and "short)" in done.stderr:
@@ -168,7 +172,8 @@ def short_row(model: Model, found: dict[str, Any]) -> str:
     cells = [
         ", ".join(nodes) or "none; pipeline of " + pipeline.split(" hold ")[0].split(" (")[0],
         "" if best is None else f"{best['node']} {best['spot_cost_per_million_tokens']:.2f}",
-        f"{model.api:.2f}",
+        f"{model.api:.2f} ({PROMPT_TOKENS // GENERATED_TOKENS} x {model.api_prompt} + "
+        f"{model.api_generated})",
     ]
     return f"| {model.title} | {' | '.join(cells)} |"
 
@@ -178,28 +183,7 @@ def _node(offer: dict[str, Any]) -> str:
     return f"{offer['node']}{fits} {offer['cost_per_million_tokens']:.2f}"
 
 
-def long_rows(model: Model, found: dict[str, Any]) -> Iterator[str]:
-    for offer in found["offers"]:
-        if "problem" in offer:
-            continue
-        spot = offer["spot_cost_per_million_tokens"]
-        cells = (
-            model.title,
-            offer["node"],
-            f"{offer['tokens_per_s']:,.0f}",
-            f"{offer['cost_per_million_tokens']:.2f}",
-            "" if spot is None else f"{spot:.2f}",
-            f"{offer['seconds'] / 86_400:,.1f}",
-            "fits the GPU" if offer["schedule"] == "resident" else offer["bound"],
-        )
-        yield f"| {' | '.join(cells)} |"
-    for note in found["notes"]:
-        if "in a pipeline" in note:
-            yield f"| {model.title} | {note.rstrip('.')} | | | | | |"
-
-
 SHORT = "| model | cheapest on demand | spot | API |"
-LONG = "| model | node | tokens/s | $/M | spot $/M | days | bound by |"
 
 
 def replace_table(path: Path, header: str, table: str) -> None:
@@ -208,18 +192,16 @@ def replace_table(path: Path, header: str, table: str) -> None:
     path.write_text(f"{before}{table}\n\n{after.split(chr(10) * 2, 1)[1]}")
 
 
-def costs() -> tuple[str, str]:
-    """The short table and the long one; prints where prices come from."""
-    found = {}
+def costs() -> str:
+    """The table of costs; prints where prices come from."""
+    rows, found = [], {}
     for model in MODELS:
         print(f"planning {model.title}", file=sys.stderr)
-        found[model] = ranking(model)
-    short = [SHORT, "|---|---|---|---|", *(short_row(*each) for each in found.items())]
-    long = [LONG, "|---|---|---|---|---|---|---|"]
-    long += [row for each in found.items() for row in long_rows(*each)]
-    prices = next(iter(found.values()))["prices"]
+        found = ranking(model)
+        rows.append(short_row(model, found))
+    prices = found["prices"]
     print(f"Prices: {prices['source']} ({prices['date']}). API: {API_PRICES}.\n")
-    return "\n".join(short), "\n".join(long)
+    return "\n".join([SHORT, "|---|---|---|---|", *rows])
 
 
 def main() -> None:
@@ -228,17 +210,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     kinds = [arguments.kind] if arguments.kind else ["costs", "rates"]
-    nodes, results = ROOT / "docs" / "nodes.md", ROOT / "raymoe" / "bench" / "RESULTS.md"
-    tables: list[tuple[Path, str, str]] = []
+    tables = []
     if "costs" in kinds:
-        short, long = costs()
-        tables += [(nodes, SHORT, short), (results, LONG, long)]
+        tables.append((SHORT, costs()))
     if "rates" in kinds:
-        tables.append((nodes, DEMANDED, rates()))
-    print("\n\n".join(table for _, _, table in tables))
+        tables.append((DEMANDED, rates()))
+    print("\n\n".join(table for _, table in tables))
     if arguments.write:
-        for table in tables:
-            replace_table(*table)
+        for header, table in tables:
+            replace_table(ROOT / "docs" / "nodes.md", header, table)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -94,11 +95,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         _check_shadows(name)
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         with _saying_if_slow(f"raymoe {name}: loading its libraries"):
-            function = importlib.import_module(f"raymoe.cli.{name}").run
-        app.command(help=paragraphs(function))(function)
-        command = typer.main.get_command(app)
+            command = load_command(name)
         command(args=arguments, prog_name=f"raymoe {name}", obj=arguments)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
@@ -110,6 +108,14 @@ def _run_command(name: str, arguments: list[str]) -> int:
             raise
         return _report(error)
     return 0
+
+
+def load_command(name: str) -> Any:
+    """The command of this name as typer makes it, with its options."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    function = importlib.import_module(f"raymoe.cli.{name}").run
+    app.command(help=paragraphs(function))(function)
+    return typer.main.get_command(app)
 
 
 @contextlib.contextmanager

@@ -265,9 +265,7 @@ _PARTS_OF_A_SAMPLE = (REASONING_COLUMN, CALLS_COLUMN, PARSED_COLUMN, PARSED_ERRO
 def explode_samples(table: pa.Table, column_prefix: str = "") -> pa.Table:
     """Return one row for each sample; samples of a prompt are adjacent and in order.
 
-    For `Dataset.map_batches` after a `MoEGenerator` with ``has_choices=True``::
-
-        ds = ds.map_batches(raymoe.explode_samples, batch_format="pyarrow", batch_size=None)
+    For `Dataset.map_batches` after a `MoEGenerator` with ``has_choices=True``.
 
     All columns of the input are repeated for each sample, ids too; ``generated_text,
     generated_tokens, num_generated_tokens, finish_reason`` and ``logprobs`` (null if not requested)
@@ -275,6 +273,13 @@ def explode_samples(table: pa.Table, column_prefix: str = "") -> pa.Table:
     ``choices`` and ``generated_texts`` are dropped. An error row stays one row.
 
     Ray's checkpoints need unique ids: write the rows first, and explode what was written.
+
+    Examples:
+        >>> ds = ray.data.from_items([{"prompt": "date: 5 March 2024 ->"}])
+        >>> ds = raymoe.generate(ds, raymoe.demo_model_path(), n=2, has_choices=True)
+        >>> ds = ds.map_batches(raymoe.explode_samples, batch_format="pyarrow", batch_size=None)
+        >>> sorted(row["sample_index"] for row in ds.take_all())
+        [0, 1]
 
     Args:
         column_prefix: That of the `MoEGenerator`; it precedes all names above.

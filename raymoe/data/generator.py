@@ -218,6 +218,15 @@ class MoEGenerator:
     ``generated_texts`` (all samples; the other columns hold the first), with ``has_choices`` also
     ``choices``, with ``logprobs`` and ``prompt_logprobs`` columns of these names.
 
+    Examples:
+        >>> generator = raymoe.MoEGenerator(
+        ...     raymoe.demo_model_path(), sampling_params={"temperature": 0.0}
+        ... )
+        >>> frame = pandas.DataFrame({"prompt": ["name: Dr. Ada B. Lovelace ->"]})
+        >>> generator(frame)["generated_text"].tolist()
+        ['Lovelace, Ada']
+        >>> generator.close()
+
     Args:
         model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
         sampling_params: Defaults for every row; ``max_tokens``, ``temperature`` and so on. A column

@@ -57,6 +57,12 @@ def generate(ds: "Dataset", model: str | Path, **options: Any) -> "Dataset":
     It configures Ray Data for long steps, cuts the dataset into blocks, chooses the sizes of the
     actors for the cluster, and returns the lazy dataset with the columns of `MoEGenerator`.
 
+    Examples:
+        >>> ds = ray.data.from_items([{"prompt": "date: 5 March 2024 ->"}])
+        >>> ds = raymoe.generate(ds, raymoe.demo_model_path(), temperature=0.0)
+        >>> ds.take_all()[0]["generated_text"]
+        '2024-03-05'
+
     Args:
         ds: With a column ``prompt`` (text or token ids) or ``messages``; other columns are kept.
         model: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
@@ -153,6 +159,11 @@ class MoEEngineProcessorConfig:
 
     Fields and defaults are those of Ray's `vLLMEngineProcessorConfig`. `build_processor` refuses a
     field whose value has no meaning for raymoe.
+
+    Examples:
+        >>> config = raymoe.MoEEngineProcessorConfig(
+        ...     model_source="Qwen/Qwen3-30B-A3B", engine_kwargs={"max_model_len": 4096}
+        ... )
 
     Attributes:
         model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
@@ -410,6 +421,21 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     builder_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
     """Build a pipeline as `ray.data.llm.build_processor` does, with raymoe as its engine.
+
+    Examples:
+        >>> config = raymoe.MoEEngineProcessorConfig(
+        ...     model_source=str(raymoe.demo_model_path()), chat_template_stage=False
+        ... )
+        >>> processor = raymoe.build_processor(
+        ...     config,
+        ...     preprocess=lambda row: {
+        ...         "prompt": f"date: {row['day']} March 2024 ->",
+        ...         "sampling_params": {"temperature": 0.0},
+        ...     },
+        ...     postprocess=lambda row: {"date": row["generated_text"].strip()},
+        ... )
+        >>> processor(ray.data.from_items([{"day": 5}])).take_all()
+        [{'date': '2024-03-05'}]
 
     Args:
         config: A `MoEEngineProcessorConfig`, or Ray's ``vLLMEngineProcessorConfig`` as it is.

@@ -54,6 +54,11 @@ def sort_by_prefix(
     than a part of them. Ray's checkpoints need maps between read and write and do not work with it;
     journals do (`MoEGenerator`, ``journal_dir``).
 
+    Examples:
+        >>> ds = ray.data.from_items([{"prompt": text} for text in ("b: 1", "a: 1", "b: 2")])
+        >>> raymoe.sort_by_prefix(ds).count()
+        3
+
     Args:
         dataset: Rows of any block format.
         prompt_column: As for `MoEGenerator`, like the next two.

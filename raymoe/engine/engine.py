@@ -224,6 +224,12 @@ class Engine:
     Use it as a context manager, or call `close`: a model stays in memory until then, whatever
     becomes of the variable.
 
+    Examples:
+        >>> with raymoe.Engine.from_pretrained(raymoe.demo_model_path()) as engine:
+        ...     [generation] = engine.generate(["date: 5 March 2024 ->"], temperature=0.0)
+        >>> generation.text, generation.finish_reason
+        ('2024-03-05', 'stop')
+
     Attributes:
         plan: Sizes, schedule, footprint and prediction; None for an engine made from parts.
         accuracy: What steps were predicted to take and what they took, since rows last began;
@@ -459,7 +465,7 @@ class Engine:
             What is drawn at random depends on the index, not on how often a prompt came before.
 
         Raises:
-            As `generate`, and what the iterable raises, after the rows before.
+            ConfigError: As `generate`. What the iterable raises comes after the rows before it.
         """
         return self._streamed(*self._begin_stream(
             prompts, _with_options(sampling_params, options), output_schema, max_rows

@@ -41,6 +41,11 @@ class TokenLogprob:
 class Generation:
     """The answer to one prompt.
 
+    Examples:
+        >>> generation = raymoe.Generation(text="2024-03-05", num_generated_tokens=8)
+        >>> generation.finish_reason, generation.error
+        ('stop', '')
+
     Attributes:
         text: Decoded without special tokens, cut before a stop string.
         token_ids: Generated tokens, the final stop token included.

@@ -27,6 +27,14 @@ RESOURCE_NAMES = {
 class Plan:
     """A policy with its memory footprint and predicted throughput.
 
+    Examples:
+        >>> plan = raymoe.find_plan(model, node)
+        >>> plan.schedule, plan.cost_per_million_tokens(price_per_hour=2.0) > 0
+        ('in_place', True)
+        >>> print(plan.describe())  # doctest: +ELLIPSIS
+        demo_model on node (16 cores, 32.00 GiB)
+        ...
+
     Attributes:
         hardware: One rank's share of the node.
         footprint: Host memory of one rank.

@@ -84,6 +84,11 @@ class DevicePolicy:
 class Policy:
     """Sizes of a run; after planning all are set.
 
+    Examples:
+        >>> policy = dataclasses.replace(raymoe.find_plan(model, node).policy, max_num_seqs=64)
+        >>> raymoe.find_plan(model, node, policy=policy).policy.max_num_seqs
+        64
+
     Attributes:
         max_num_seqs: Live sequences.
         max_num_batched_tokens: Tokens of a step, decode and prefill together.

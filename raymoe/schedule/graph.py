@@ -114,7 +114,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tasks in issue order; an invalid order raises ScheduleError, which shows the lanes."""
+    """Tasks in issue order; an invalid order raises ScheduleError, which shows the lanes.
+
+    Examples:
+        >>> plan = raymoe.find_plan(model, node)
+        >>> schedule = plan.steps.schedule(plan.decode_load)
+        >>> schedule.name, schedule.tasks[0].op.value, schedule.tasks[-1].op.value
+        ('in_place', 'embed', 'head')
+    """
 
     name: str  # the builder's name, such as "in_place"
     tasks: tuple[Task, ...]  # in issue order; each (op, layer, part) at most once

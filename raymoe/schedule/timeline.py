@@ -50,6 +50,12 @@ class LinkUse(NamedTuple):
 class Timeline:
     """The spans of one run of a schedule, in issue order.
 
+    Examples:
+        >>> plan = raymoe.find_plan(model, node)
+        >>> timeline = plan.steps.timeline(plan.decode_load)
+        >>> 0 < timeline.seconds_by_op()["experts"] < timeline.makespan_s
+        True
+
     Attributes:
         links: What crossed the link in each direction; empty if that was not measured.
     """
@@ -136,6 +142,15 @@ def simulate(
     schedule: Schedule, cost: CostModel, *, own_streams: Collection[Op] = OWN_STREAMS
 ) -> Timeline:
     """Predict a timeline: each lane in issue order, each task after its dependencies.
+
+    Examples:
+        >>> class Constant:
+        ...     def duration_s(self, task):
+        ...         return 0.001
+        >>> plan = raymoe.find_plan(model, node)
+        >>> schedule = plan.steps.schedule(plan.decode_load)
+        >>> raymoe.simulate(schedule, Constant()).makespan_s < 0.001 * (len(schedule.tasks) + 1)
+        True
 
     Args:
         own_streams: As ours have them; without any, copies to the device go one after the other, as

@@ -134,6 +134,17 @@ class HardwareSpec:
     several GPUs they are per GPU. Measured nodes (`raymoe profile`) have curves; presets have none,
     and costs then follow formulas.
 
+    Examples:
+        >>> node = raymoe.HardwareSpec(
+        ...     name="node",
+        ...     num_cores=16,
+        ...     host_memory_bytes=32 * 2**30,
+        ...     host_bytes_per_s=200e9,
+        ...     host_flop_per_s=2e12,
+        ... )
+        >>> node.has_gpu
+        False
+
     Attributes:
         num_cores: Cores that may be used.
         host_memory_bytes: Host memory that may be used.

@@ -89,6 +89,11 @@ OVERFLOWS_IN_FLOAT16 = {"gpt_oss", "gemma3_text", "gemma4_text"}
 class ModelSpec:
     """A decoder-only language model, resolved from its `config.json`.
 
+    Examples:
+        >>> model = raymoe.ModelSpec.from_directory(raymoe.demo_model_path())
+        >>> model.model_type, model.num_active_parameters < model.num_parameters
+        ('mixtral', True)
+
     Attributes:
         name: Directory or hub name, for messages.
         norm: Kind of all norms but those of latents; norms of queries and keys are RMS norms.

@@ -11,6 +11,11 @@ TASKS = ("generate", "score", "classify", "embed")
 class Workload:
     """The rows of a job.
 
+    Examples:
+        >>> job = raymoe.Workload(num_rows=10_000, prompt_tokens=418, generated_tokens=128)
+        >>> job.share(4).num_rows  # of one of four nodes
+        2500
+
     Attributes:
         num_rows: Rows available at once; more arrive as these end.
         generated_tokens: Mean per row.

@@ -1,0 +1,1 @@
+"""Models, weights, hardware and workloads as plain data."""
