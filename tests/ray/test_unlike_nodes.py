@@ -104,7 +104,7 @@ def test_a_job_of_few_rows_has_fewer_actors_and_says_why(unlike_nodes, tmp_path,
     )
     kwargs = map_batches_kwargs(
         raymoe.demo_model_path(),
-        ds=ray.data.read_parquet(str(tmp_path / "p"), file_extensions=None),
+        ds=ray.data.read_parquet(str(path)),
         engine_config=EngineConfig(),
     )
     assert kwargs.plan.plan.workload.num_rows == num_rows
