@@ -99,9 +99,8 @@ def test_each_node_gets_rows_by_its_speed(unlike_nodes, tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_rows", [64, 3000])
 def test_a_job_of_few_rows_has_fewer_actors_and_says_why(unlike_nodes, tmp_path, num_rows):
     """Ray itself does not say how many rows a file of Parquet has."""
-    pq.write_table(
-        pa.table({"prompt": [f"date: {i} May" for i in range(num_rows)]}), tmp_path / "p"
-    )
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": [f"date: {i} May" for i in range(num_rows)]}), path)
     kwargs = map_batches_kwargs(
         raymoe.demo_model_path(),
         ds=ray.data.read_parquet(str(path)),
