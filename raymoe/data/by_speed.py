@@ -37,8 +37,8 @@ class SpeedShares:
         self, pool: Pool, num_waiting: Callable[[], int], kinds: Mapping[Kind, tuple[float, int]]
     ) -> None:
         self._pool, self._num_waiting, self._kinds = pool, num_waiting, kinds
-        self._most_tasks = pool.max_tasks_in_flight_per_actor()
-        self._slowest = min(kinds.values(), default=(1.0, self._most_tasks))
+        self._max_tasks = pool.max_tasks_in_flight_per_actor()
+        self._slowest = min(kinds.values(), default=(1.0, self._max_tasks))
         self._by_node: dict[str, tuple[float, int]] = {}
         self.loading: Sequence[str] = ()
         pool.select_actors = self.select
@@ -52,7 +52,7 @@ class SpeedShares:
         best, soonest = None, float("inf")
         for actor in self._pool._alive_actors_to_in_flight_tasks_heap:  # noqa: SLF001
             speed, limit = self._of(actors[actor].actor_location)
-            limit = min(limit, self._most_tasks, max(1, math.ceil(tasks_per_speed * speed)))
+            limit = min(limit, self._max_tasks, max(1, math.ceil(tasks_per_speed * speed)))
             num_own = actors[actor].num_tasks_in_flight
             if num_own < limit and (num_own + 1) / speed < soonest:
                 best, soonest = actor, (num_own + 1) / speed

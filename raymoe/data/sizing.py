@@ -203,11 +203,10 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
     model_source, config = with_base(model_source, _with_hardware(as_engine_config(engine_config)))
     workload = config.workload or _find_workload(workload, ds, model_source, options)
     cluster = _find_cluster(config, num_gpus, num_generators, ds, remote_args=remote_args)
-    found = pool, config, plan, job, *_ = _plan_pool(
+    found = pool, config, _, job, *_ = _plan_pool(
         model_source, config, workload, cluster, num_actors=num_actors,
         min_actors=min_actors, batch_size=batch_size)  # fmt: skip
-    rows = rows_in_flight or _default_rows(plan, job)
-    batch_size, calls = _choose_sizes(rows, batch_size, pool[1])
+    batch_size, calls = _choose_sizes(rows_in_flight or _default_rows(found), batch_size, pool[1])
     calls = min(calls, rows_in_flight or _calls_of_a_share(workload, options, pool, batch_size))
     job = _with_tasks(job, rows_in_flight, batch_size)
     _show(workload, found, cluster)
@@ -724,12 +723,12 @@ def _choose_sizes(rows: int, batch_size: int | None, num_actors: int) -> tuple[i
     return batch_size, min(MAX_CONCURRENT_CALLS, ceil_div(rows, batch_size))
 
 
-def _default_rows(plan: "ActorPlan | None", job: JobPlan | None) -> int:
+def _default_rows(found: PoolPlan) -> int:
     """Return the rows in flight of an actor: of that with the most sequences, if nodes differ."""
-    if plan is None:
+    if found.actor is None:
         return DEFAULT_ROWS
-    kinds = () if job is None else job.kinds
-    seqs = [plan.max_num_seqs, *(kind.plan.policy.max_num_seqs for kind in kinds)]
+    kinds = () if found.job is None else found.job.kinds
+    seqs = [found.actor.max_num_seqs, *(kind.plan.policy.max_num_seqs for kind in kinds)]
     return ROWS_PER_SEQUENCE * max(seqs)
 
 

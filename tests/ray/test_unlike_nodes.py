@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 import ray.data
@@ -94,8 +96,17 @@ def test_each_node_gets_rows_by_its_speed(unlike_nodes, tmp_path, monkeypatch):
         assert part - len(CPUS) < found[cpus] / ROWS_PER_TASK <= part
 
 
-def test_a_job_of_few_rows_has_fewer_actors_and_says_why(unlike_nodes):
-    kwargs = map_batches_kwargs(raymoe.demo_model_path(), ds=rows(64), engine_config=EngineConfig())
+@pytest.mark.parametrize("num_rows", [64, 3000])
+def test_a_job_of_few_rows_has_fewer_actors_and_says_why(unlike_nodes, tmp_path, num_rows):
+    """Ray itself does not say how many rows a file of Parquet has."""
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": [f"date: {i} May" for i in range(num_rows)]}), path)
+    kwargs = map_batches_kwargs(
+        raymoe.demo_model_path(),
+        ds=ray.data.read_parquet(str(path)),
+        engine_config=EngineConfig(),
+    )
+    assert kwargs.plan.plan.workload.num_rows == num_rows
     assert kwargs["compute"].max_size == 1
     text = kwargs.plan.describe()
     assert "actors: 1, with room for 4" in text
