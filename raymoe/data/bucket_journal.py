@@ -181,13 +181,15 @@ class ObjectWriter(JournalWriter):
             self._changed.notify_all()
 
     def _put(self) -> None:
-        while self._objects and self._objects[0].places:
+        while self._objects:
             first = self._objects[0]
-            self._bucket.put(first.name, first.as_bytes())
-            self._on_written(PurePosixPath(first.name), first.places)
-            first.places = []
-            if len(self._objects) > 1 or not first.has_room(1):
-                self._objects.pop(0)
+            if first.places:
+                self._bucket.put(first.name, first.as_bytes())
+                self._on_written(PurePosixPath(first.name), first.places)
+                first.places = []
+            if len(self._objects) == 1 and first.has_room(1):
+                break
+            self._objects.pop(0)
         self._unsynced_since_s = None
         self._note_success()
 

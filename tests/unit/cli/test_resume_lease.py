@@ -8,12 +8,14 @@ import threading
 
 import pyarrow as pa
 import pytest
+from pyarrow import fs
 
 from raymoe.cli import resume as leases
 from raymoe.cli.resume import Lease, lease_bucket
 from raymoe.cli.storage import Location
 from raymoe.cli.writers import Shards, TableLines
 from raymoe.data import bucket_lease
+from raymoe.data.bucket import Bucket
 from raymoe.data.bucket_lease import BucketLease
 from raymoe.errors import ConfigError, ExecutionError
 from tests.unit.cli.places import PLACES
@@ -86,13 +88,18 @@ def test_in_a_store_of_two_runs_that_begin_at_once_one_is_refused(tmp_path, monk
         pass
 
 
-def test_the_lease_is_in_the_bucket_where_fsspec_knows_what_arrow_does(tmp_path):
-    output = PLACES["remote"](tmp_path, "answers")
-    assert str(lease_bucket(Location(output.filesystem, "jobs/out", "s3"), "s3://jobs/out/")) == (
-        "s3://jobs/out.lease"
-    )
+def test_the_lease_is_in_the_bucket_where_fsspec_knows_what_arrow_does(monkeypatch):
+    output = Location(fs.LocalFileSystem(), "jobs/out", "s3")
+    monkeypatch.setattr(Bucket, "parse", lambda uri, _option: uri)
+    assert lease_bucket(output, "s3://jobs/out/") == "s3://jobs/out.lease"
     for uri in ("s3://jobs/out?region=x", "s3://key:secret@jobs/out", "hdfs://a/b", "out"):
         assert lease_bucket(output, uri) is None
+
+    def refuse(uri, _option):
+        raise ConfigError(f"{uri} needs a library")
+
+    monkeypatch.setattr(Bucket, "parse", refuse)
+    assert lease_bucket(output, "s3://jobs/out") is None
 
 
 def test_a_run_elsewhere_is_alive_while_its_counter_grows(output):
