@@ -431,10 +431,10 @@ class MoEGenerator:
         rollouts, self._rollouts = self._rollouts, None
         if self._observer is not None:
             self._observer.close()  # it reads the engine a last time
+        if rollouts is not None:
+            rollouts.close()  # before the engine ends their calls
         if engine is not None:
             engine.close()
-        if rollouts is not None:
-            rollouts.close()
         if self._answers is not None:
             self._answers.close()
         if self._job is not None:

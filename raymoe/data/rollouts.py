@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import logging
@@ -112,8 +113,8 @@ class RolloutLimits:
         return cls(**value)
 
 
-def check_rollout(options: Mapping[str, Any]) -> RolloutLimits:
-    """Check the rollout among the options of a generator, and return its limits.
+def check_rollout(options: Mapping[str, Any]) -> None:
+    """Check the rollout among the options of a generator, if there is one.
 
     Raises:
         ConfigError: It is no coroutine function, or another option contradicts it.
@@ -126,7 +127,7 @@ def check_rollout(options: Mapping[str, Any]) -> RolloutLimits:
         for name in ("rollout_limits", CALLS_PER_ROW):
             if options.get(name) is not None:
                 raise ConfigError(f"{name} belongs to a rollout; give rollout too, or leave it out")
-        return RolloutLimits()
+        return
     of_object = getattr(type(rollout), "__call__", None)  # noqa: B004 - whether it is a coroutine
     if not any(map(inspect.iscoroutinefunction, (rollout, of_object))):
         raise ConfigError(
@@ -140,7 +141,7 @@ def check_rollout(options: Mapping[str, Any]) -> RolloutLimits:
                 f"{name} has no meaning with a rollout, whose function gets the whole row and says "
                 "itself what the model is asked; leave it out"
             )
-    return RolloutLimits.of(options.get("rollout_limits"))
+    RolloutLimits.of(options.get("rollout_limits"))
 
 
 def name_of(function: object) -> str:
@@ -208,6 +209,8 @@ class RolloutRow:
             (generation,) = await self._owner.engine.agenerate(
                 [request.prompt], [request.sampling_params], row_keys=[key]
             )
+            if not generation.error:
+                generation = generation.after(functools.partial(self._owner.split, request))
         except ExecutionError as error:  # whatever the function makes of it, the engine failed
             self._end(error)
         finally:
@@ -217,8 +220,6 @@ class RolloutRow:
         self._num_input += generation.num_input_tokens
         self._num_cached += generation.num_cached_tokens
         self._num_generated += generation.num_tokens_of_outputs
-        if not generation.error:
-            generation = generation.after(lambda answer: self._owner.split(request, answer))
         if generation.error:
             kind, _, reason = generation.error.partition(": ")
             raise _ERRORS.get(kind, ConfigError if "Option" in kind else RaymoeError)(reason)
@@ -253,12 +254,12 @@ class RolloutRow:
     ) -> RowRequest:
         params = sampling_options(params)
         check_names(params, SAMPLING_NAMES, "sampling parameter")
-        if isinstance(prompt, Mapping) or prompt is None:
+        if not isinstance(prompt, Sequence):
             raise TypeError(f"generate takes a text, token ids or a list of messages, not "
                             f"{type(prompt).__name__}")  # fmt: skip
         prompt = copy.deepcopy(prompt)  # the function may change its list while this waits
         kwargs = {**self._owner.template_kwargs, **(template_kwargs or {})}
-        if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
+        if isinstance(prompt[0] if prompt else None, Mapping):
             if tools or kwargs:
                 prompt = Chat(prompt, copy.deepcopy([*tools]), kwargs)
         elif tools or template_kwargs:
@@ -299,18 +300,20 @@ class RolloutRow:
         self._stop_clock()
         for caller in self._waiting:  # tasks that the function left behind
             caller.cancel()
-        error = None if task.cancelled() else task.exception()
-        problem = self._problem or error
         if isinstance(self._problem, ExecutionError):
             self._done.set_exception(self._problem)
-        elif problem is not None or task.cancelled():
-            self._done.set_result(self._answer(error=self._describe(problem)))
         else:
-            try:
-                self._done.set_result(self._answer(columns=self._read_columns(task.result())))
-            except Exception as error:
-                self._done.set_result(self._answer(error=describe(error)))
+            self._done.set_result(self._result(task))
         self._owner.leave(self)
+
+    def _result(self, task: "asyncio.Task[Mapping[str, Any]]") -> Generation:
+        problem = self._problem or (None if task.cancelled() else task.exception())
+        if problem is not None or task.cancelled():
+            return self._answer(error=self._describe(problem))
+        try:
+            return self._answer(columns=self._read_columns(task.result()))
+        except Exception as error:
+            return self._answer(error=describe(error))
 
     def _answer(self, *, columns: dict[str, Any] | None = None, error: str = "") -> Generation:
         return Generation(
@@ -391,7 +394,10 @@ class Rollouts:
         futures: list[Future[Generation]] = [Future() for _ in requests]
         for future in futures:
             future.set_running_or_notify_cancel()  # a row cannot be cancelled
-        self.loop.call_soon_threadsafe(self._start, requests, futures)
+        try:
+            self.loop.call_soon_threadsafe(self._start, requests, futures)
+        except RuntimeError as error:  # the loop is closed
+            raise ExecutionError(_CLOSED) from error
         return futures
 
     def leave(self, row: RolloutRow) -> None:

@@ -270,7 +270,8 @@ def test_calls_of_tools_come_apart_from_the_text(model, monkeypatch):
     assert asked[1] == [question, {"role": "tool", "content": '{"a": 1}'}]
 
 
-def test_an_engine_that_fails_makes_no_row_whatever_the_function_catches(model):
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "closed"])
+def test_an_engine_that_ends_makes_no_row_whatever_the_function_catches(model, fails):
     has_begun = threading.Event()
 
     async def catch(row, generate):
@@ -282,11 +283,14 @@ def test_an_engine_that_fails_makes_no_row_whatever_the_function_catches(model):
                 return {"state": "caught"}
 
     made = MoEGenerator(model, sampling_params=PARAMS, engine_config=CONFIG, rollout=catch)
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(made, table_of(4))
+    with contextlib.closing(made), ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(made, table_of(100))  # more than are submitted at once
         has_begun.wait()
-        made.close()
-        with pytest.raises(ExecutionError):
+        if fails:
+            made._engine._give_up(1.0)
+        else:
+            made.close()
+        with pytest.raises(ExecutionError, match="stuck" if fails else "generator was closed"):
             answer.result()
 
 

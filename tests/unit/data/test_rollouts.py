@@ -12,7 +12,7 @@ from raymoe.assets import demo_model_path
 from raymoe.config import SamplingParams
 from raymoe.data.generator import check_options, output_columns
 from raymoe.data.job_rows import content_key
-from raymoe.data.rollouts import RolloutColumns, check_rollout
+from raymoe.data.rollouts import RolloutColumns, RolloutLimits, check_rollout
 from raymoe.data.rows import RowReader
 from raymoe.data.workload import workload_of
 from raymoe.engine.outputs import Generation
@@ -61,7 +61,8 @@ def test_wrong_rollouts_are_refused_before_anything_loads(options, message):
 
 @pytest.mark.parametrize("rollout", [turns, Agent(), functools.partial(turns)])
 def test_coroutine_functions_of_every_kind_are_taken(rollout):
-    limits = check_rollout({"rollout": rollout, "rollout_limits": {"seconds": 2.5}})
+    check_rollout({"rollout": rollout, "rollout_limits": {"seconds": 2.5}})
+    limits = RolloutLimits.of({"seconds": 2.5})
     assert (limits.calls, limits.tokens, limits.seconds) == (1000, None, 2.5)
 
 
