@@ -124,7 +124,7 @@ def grammar_text(kind: str, source: Any, *, is_compact: bool) -> str:
     """
     source = exact_source(kind, source)
     if kind in ("json", "json_object"):
-        # Without a limit, which llguidance 1.7 ignores, some models write spaces until `max_tokens`.
+        # Without a limit (llguidance 1.7 ignores it) some models write spaces until `max_tokens`.
         spaces = rf"[\x20\x0A\x0D\x09]{{0,{MAX_SPACES}}}"
         options: JsonCompileOptions = {"whitespace_pattern": spaces}
         if is_compact:
