@@ -32,10 +32,12 @@ def test_the_pages_have_each_public_name_once() -> None:
     assert sorted(NAMES) == sorted({*raymoe.__all__} - {"__version__"})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_has_an_example(name: str) -> None:
-    for example in examples_of(name) or pytest.fail("its docstring has no line with >>>"):
-        compile(example.source, name, "exec")
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page in PAGES for name in PAGES[page]])
+def test_a_public_name_has_an_example_or_is_in_one_of_its_page(page: str, name: str) -> None:
+    sources = [example.source for other in PAGES[page] for example in examples_of(other)]
+    for source in sources:
+        compile(source, name, "exec")
+    assert examples_of(name) or f"raymoe.{name}(" in "".join(sources)
 
 
 @pytest.mark.slow

@@ -48,7 +48,6 @@ class Model:
 
 MODELS = (
     Model("gpt-oss-120b, MXFP4", "openai/gpt-oss-120b", 0.039, 0.18),
-    Model("Gemma-4-26B-A4B, NVFP4", "nvidia/Gemma-4-26B-A4B-NVFP4", 0.06, 0.33),
     Model("Qwen3-30B-A3B, FP8", "qwen3-30b-a3b", 0.08, 0.29, ("--weights", "fp8")),
     Model(
         "Mistral-Small-4, FP8",
@@ -59,8 +58,6 @@ MODELS = (
     ),
     Model("DeepSeek-V4-Flash, FP8 + FP4", "deepseek-ai/DeepSeek-V4-Flash", 0.0983, 0.1966),
     Model("Mixtral-8x7B, bfloat16", "mixtral-8x7b", 0.24, 0.24),
-    Model("MiniMax-M2.5, NVFP4", "nvidia/MiniMax-M2.5-NVFP4", 0.15, 0.90),
-    Model("GLM-5.2, NVFP4", "nvidia/GLM-5.2-NVFP4", 1.4, 4.4),
     Model("Kimi-K2.5, INT4", "moonshotai/Kimi-K2.5", 0.40, 1.90),
 )
 

@@ -226,6 +226,16 @@ class MoEGenerator:
         >>> generator(frame)["generated_text"].tolist()
         ['Lovelace, Ada']
         >>> generator.close()
+        >>> ds = ray.data.from_items([{"prompt": "amount: EUR 1.234,50 ->"}])
+        >>> kwargs = raymoe.map_batches_kwargs(
+        ...     raymoe.demo_model_path(), ds=ds, sampling_params={"temperature": 0.0}
+        ... )
+        >>> ds.map_batches(raymoe.MoEGenerator, **kwargs).take_all()[0]["generated_text"]
+        '1234.50 EUR'
+        >>> ds = ray.data.range(4)
+        >>> context = raymoe.configure_data_context(preserve_order=True, context=ds.context)
+        >>> context.execution_options.preserve_order
+        True
 
     Args:
         model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).

@@ -162,8 +162,18 @@ class MoEEngineProcessorConfig:
 
     Examples:
         >>> config = raymoe.MoEEngineProcessorConfig(
-        ...     model_source="Qwen/Qwen3-30B-A3B", engine_kwargs={"max_model_len": 4096}
+        ...     model_source=str(raymoe.demo_model_path()), chat_template_stage=False
         ... )
+        >>> processor = raymoe.build_processor(
+        ...     config,
+        ...     preprocess=lambda row: {
+        ...         "prompt": f"date: {row['day']} March 2024 ->",
+        ...         "sampling_params": {"temperature": 0.0},
+        ...     },
+        ...     postprocess=lambda row: {"date": row["generated_text"].strip()},
+        ... )
+        >>> processor(ray.data.from_items([{"day": 5}])).take_all()
+        [{'date': '2024-03-05'}]
 
     Attributes:
         model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).
@@ -421,21 +431,6 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
     builder_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
     """Build a pipeline as `ray.data.llm.build_processor` does, with raymoe as its engine.
-
-    Examples:
-        >>> config = raymoe.MoEEngineProcessorConfig(
-        ...     model_source=str(raymoe.demo_model_path()), chat_template_stage=False
-        ... )
-        >>> processor = raymoe.build_processor(
-        ...     config,
-        ...     preprocess=lambda row: {
-        ...         "prompt": f"date: {row['day']} March 2024 ->",
-        ...         "sampling_params": {"temperature": 0.0},
-        ...     },
-        ...     postprocess=lambda row: {"date": row["generated_text"].strip()},
-        ... )
-        >>> processor(ray.data.from_items([{"day": 5}])).take_all()
-        [{'date': '2024-03-05'}]
 
     Args:
         config: A `MoEEngineProcessorConfig`, or Ray's ``vLLMEngineProcessorConfig`` as it is.

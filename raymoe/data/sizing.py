@@ -82,12 +82,6 @@ def configure_data_context(
     written to files; ids must be unique and kept up to the end. Reading them back needs an actor
     with one CPU and 1 GiB of `memory` in addition to those of the job.
 
-    Examples:
-        >>> ds = ray.data.range(4)
-        >>> context = raymoe.configure_data_context(preserve_order=True, context=ds.context)
-        >>> context.execution_options.preserve_order
-        True
-
     Args:
         checkpoint_path: A directory that all nodes reach, or an address of object storage.
         preserve_order: Rows come out in the order of the input; the rows of a node that dies then
@@ -170,14 +164,6 @@ def map_batches_kwargs(  # noqa: PLR0913 - the options of a user, all keyword-on
 
     Their attribute `plan` is the plan of the job, which Ray Data's logger shows. Blocks of another
     size than `batch_size` run their calls one after another.
-
-    Examples:
-        >>> ds = ray.data.from_items([{"prompt": "amount: EUR 1.234,50 ->"}])
-        >>> kwargs = raymoe.map_batches_kwargs(
-        ...     raymoe.demo_model_path(), ds=ds, sampling_params={"temperature": 0.0}
-        ... )
-        >>> ds.map_batches(raymoe.MoEGenerator, **kwargs).take_all()[0]["generated_text"]
-        '1234.50 EUR'
 
     Args:
         model_source: A model directory, a name on the Hugging Face hub, or a URI (``s3://``).

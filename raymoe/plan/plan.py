@@ -28,7 +28,7 @@ class Plan:
     """A policy with its memory footprint and predicted throughput.
 
     Examples:
-        >>> plan = raymoe.find_plan(model, node)
+        >>> plan = raymoe.find_plan(model, node, job)
         >>> plan.schedule, plan.cost_per_million_tokens(price_per_hour=2.0) > 0
         ('in_place', True)
         >>> print(plan.describe())  # doctest: +ELLIPSIS

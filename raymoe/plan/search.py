@@ -305,20 +305,6 @@ def find_plan(  # noqa: PLR0913 - the options of one decision
 ) -> Plan:
     """Choose a policy, or check the given one, and predict the job.
 
-    Examples:
-        >>> node = raymoe.HardwareSpec(
-        ...     name="node",
-        ...     num_cores=16,
-        ...     host_memory_bytes=32 * 2**30,
-        ...     host_bytes_per_s=200e9,
-        ...     host_flop_per_s=2e12,
-        ... )
-        >>> job = raymoe.Workload(num_rows=10_000, prompt_tokens=64, generated_tokens=16)
-        >>> model = raymoe.ModelSpec.from_directory(raymoe.demo_model_path())
-        >>> plan = raymoe.find_plan(model, node, job)
-        >>> plan.tokens_per_s > 0 and plan.policy.max_num_seqs > 1
-        True
-
     Args:
         hardware: The node, with the host memory that may be used.
         workload: Rows to plan for; None assumes `DEFAULT_WORKLOAD`.
