@@ -424,28 +424,7 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         ConfigError: A field of the configuration that has no meaning here.
     """
     given = _fields_of(config)
-    builder = dict(builder_kwargs or {})
-    chat = _stage(given, "chat_template_stage")
-    is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
-    _stage(given, "detokenize_stage")
-    if chat.get("chat_template_kwargs") is not None:
-        builder.setdefault("chat_template_kwargs", chat["chat_template_kwargs"])
-    is_chat = chat["enabled"]
-    options = {
-        "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
-        "messages_column": "messages" if is_chat else NO_COLUMN,
-        "engine_config": _engine_config(given),
-        # Of a head with one output, which Ray calls a score, and raymoe a class.
-        "task": "classify" if given["task_type"] == "score" else given["task_type"],
-        "batch_size": given["batch_size"],
-        "should_continue_on_error": given["should_continue_on_error"],
-        "reasoning_parser": "none",  # texts are whole, as vLLM's are
-        "tool_call_parser": "none",
-        "has_request": True,
-        **{name: given[name] for name in ("accelerator_type", "runtime_env")},
-        **_pool_sizes(given),
-        **builder,
-    }
+    options = _options_of(given, dict(builder_kwargs or {}))
     of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
     name, engine_kwargs = str(given["model_source"]), given["engine_kwargs"]
     model = _at_revision(name, engine_kwargs)
@@ -463,8 +442,33 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         preprocess_map_kwargs=preprocess_map_kwargs or {},
         postprocess_map_kwargs=postprocess_map_kwargs or {},
         should_continue_on_error=given["should_continue_on_error"],
-        is_chat=is_chat,
+        is_chat=options["prompt_column"] == NO_COLUMN,
     )
+
+
+def _options_of(given: Mapping[str, Any], builder: dict[str, Any]) -> Row:
+    """Return the options of `map_batches_kwargs` and `MoEGenerator`."""
+    chat = _stage(given, "chat_template_stage")
+    is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
+    _stage(given, "detokenize_stage")
+    if chat.get("chat_template_kwargs") is not None:
+        builder.setdefault("chat_template_kwargs", chat["chat_template_kwargs"])
+    is_chat = chat["enabled"]
+    return {
+        "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
+        "messages_column": "messages" if is_chat else NO_COLUMN,
+        "engine_config": _engine_config(given),
+        # Of a head with one output, which Ray calls a score, and raymoe a class.
+        "task": "classify" if given["task_type"] == "score" else given["task_type"],
+        "batch_size": given["batch_size"],
+        "should_continue_on_error": given["should_continue_on_error"],
+        "reasoning_parser": "none",  # texts are whole, as vLLM's are
+        "tool_call_parser": "none",
+        "has_request": True,
+        **{name: given[name] for name in ("accelerator_type", "runtime_env")},
+        **_pool_sizes(given),
+        **builder,
+    }
 
 
 def _same(row: Row) -> Row:
