@@ -360,8 +360,7 @@ class MoEGenerator:
         self._reader, self._columns = reader_and_columns(reader, self._task, prefix)
         parsers = (reasoning_parser, tool_call_parser, (tools_column or rollout) is not None)
         ChatParser.of("", *parsers)  # refuses unknown names before the model loads
-        self._should_continue_on_error = should_continue_on_error
-        self._has_token_bytes = has_token_bytes
+        self._has_token_bytes, self._raises = has_token_bytes, not should_continue_on_error
         self._request_cells = RequestCells(self._task) if has_request else None
         config = _with_changes(
             as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
@@ -398,7 +397,7 @@ class MoEGenerator:
             table, generations = self._answer(batch)
             if span is not None:
                 span.set_attributes(_span_attributes(generations))
-        if not self._should_continue_on_error:
+        if self._raises:
             _raise_first_error(generations)
         return table
 

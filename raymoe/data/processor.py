@@ -187,8 +187,8 @@ class MoEEngineProcessorConfig:
         detokenize_stage: The text is always made.
         max_concurrent_batches: Calls in flight per actor; the planner chooses if it is 8.
         apply_chat_template: What Ray called ``chat_template_stage`` before, as it did
-            `chat_template`, `tokenize`, `detokenize`, `has_image`, `resources_per_bundle` (now
-            ``placement_group_config``) and `experimental`.
+            `chat_template`, `tokenize`, `detokenize`, `has_image`, `prepare_image_stage`,
+            `resources_per_bundle` (now ``placement_group_config``) and `experimental`.
     """
 
     model_source: str
@@ -214,6 +214,7 @@ class MoEEngineProcessorConfig:
     tokenize: InitVar[bool | None] = None
     detokenize: InitVar[bool | None] = None
     has_image: InitVar[bool | None] = None
+    prepare_image_stage: InitVar[Any] = None
     resources_per_bundle: InitVar[dict[str, float] | None] = None
     experimental: InitVar[dict[str, Any] | None] = None
 
@@ -224,19 +225,21 @@ class MoEEngineProcessorConfig:
         tokenize: bool | None,
         detokenize: bool | None,
         has_image: bool | None,
+        prepare_image_stage: Any,
         resources_per_bundle: dict[str, float] | None,
         experimental: dict[str, Any] | None,
     ) -> None:
-        if apply_chat_template is not None:
-            self.chat_template_stage = apply_chat_template
-        if chat_template is not None:
+        renamed = {
+            "chat_template_stage": apply_chat_template,
+            "tokenize_stage": tokenize,
+            "detokenize_stage": detokenize,
+            "prepare_multimodal_stage": has_image or prepare_image_stage,
+        }
+        for name, value in renamed.items():
+            if value is not None:
+                setattr(self, name, value)
+        if chat_template is not None and apply_chat_template is not False:
             self.chat_template_stage = {"chat_template": chat_template}
-        if tokenize is not None:
-            self.tokenize_stage = tokenize
-        if detokenize is not None:
-            self.detokenize_stage = detokenize
-        if has_image is not None:
-            self.prepare_multimodal_stage = has_image
         if resources_per_bundle is not None:
             self.placement_group_config = {"bundle_per_worker": resources_per_bundle}
         tasks = (experimental or {}).get("max_tasks_in_flight_per_actor")
@@ -326,7 +329,7 @@ class Processor:
             if _has_effect(row.get(name)):
                 raise ConfigError(f"a row has {name}={row[name]!r:.60}; {advice}")
         model = row.get("model")
-        if model not in {self.model_name, None}:
+        if model is not None and model != self.model_name:
             raise ConfigError(
                 f"a row has model={model!r:.60}, for which ray.data.llm loads an adapter; a job "
                 "has one here: give adapter in engine_kwargs, and leave 'model' out of the rows"
@@ -447,30 +450,9 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         ConfigError: A field of the configuration that has no meaning here.
     """
     given = _fields_of(config)
-    builder = dict(builder_kwargs or {})
-    if builder.get("rollout") is not None:
+    if (builder_kwargs or {}).get("rollout") is not None:
         raise ConfigError("rows of a processor have one prompt; give rollout to raymoe.generate")
-    chat = _stage(given, "chat_template_stage")
-    is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
-    _stage(given, "detokenize_stage")
-    if chat.get("chat_template_kwargs") is not None:
-        builder.setdefault("chat_template_kwargs", chat["chat_template_kwargs"])
-    is_chat = chat["enabled"]
-    options = {
-        "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
-        "messages_column": "messages" if is_chat else NO_COLUMN,
-        "engine_config": _engine_config(given),
-        # Of a head with one output, which Ray calls a score, and raymoe a class.
-        "task": "classify" if given["task_type"] == "score" else given["task_type"],
-        "batch_size": given["batch_size"],
-        "should_continue_on_error": given["should_continue_on_error"],
-        "reasoning_parser": "none",  # texts are whole, as vLLM's are
-        "tool_call_parser": "none",
-        "has_request": True,
-        **{name: given[name] for name in ("accelerator_type", "runtime_env")},
-        **_pool_sizes(given),
-        **builder,
-    }
+    options = _options_of(given, dict(builder_kwargs or {}))
     of_rows = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
     name, engine_kwargs = str(given["model_source"]), given["engine_kwargs"]
     model = _at_revision(name, engine_kwargs)
@@ -488,8 +470,33 @@ def build_processor(  # noqa: PLR0917 - the arguments of ray.data.llm
         preprocess_map_kwargs=preprocess_map_kwargs or {},
         postprocess_map_kwargs=postprocess_map_kwargs or {},
         should_continue_on_error=given["should_continue_on_error"],
-        is_chat=is_chat,
+        is_chat=options["prompt_column"] == NO_COLUMN,
     )
+
+
+def _options_of(given: Mapping[str, Any], builder: dict[str, Any]) -> Row:
+    """Return the options of `map_batches_kwargs` and `MoEGenerator`."""
+    chat = _stage(given, "chat_template_stage")
+    is_tokenized = not _stage(given, "tokenize_stage")["enabled"]
+    _stage(given, "detokenize_stage")
+    if chat.get("chat_template_kwargs") is not None:
+        builder.setdefault("chat_template_kwargs", chat["chat_template_kwargs"])
+    is_chat = chat["enabled"]
+    return {
+        "prompt_column": NO_COLUMN if is_chat else TOKENS_COLUMN if is_tokenized else "prompt",
+        "messages_column": "messages" if is_chat else NO_COLUMN,
+        "engine_config": _engine_config(given),
+        # Of a head with one output, which Ray calls a score, and raymoe a class.
+        "task": "classify" if given["task_type"] == "score" else given["task_type"],
+        "batch_size": given["batch_size"],
+        "should_continue_on_error": given["should_continue_on_error"],
+        "reasoning_parser": "none",  # texts are whole, as vLLM's are
+        "tool_call_parser": "none",
+        "has_request": True,
+        **{name: given[name] for name in ("accelerator_type", "runtime_env")},
+        **_pool_sizes(given),
+        **builder,
+    }
 
 
 def _same(row: Row) -> Row:
@@ -629,10 +636,10 @@ def _at_revision(model: str | Path, engine_kwargs: Mapping[str, Any]) -> str:
     revision = engine_kwargs.get("revision")
     for name in ("tokenizer_revision", "code_revision"):
         other = engine_kwargs.get(name)
-        if other not in {None, "main", revision}:
+        if other not in (None, "main", revision):
             raise ConfigError(f"engine_kwargs has {name}={other!r}, and revision={revision!r}; "
                               "raymoe takes all files of a model at one revision")  # fmt: skip
-    if revision is None:
+    if revision in (None, "main"):
         return str(model)
     if not isinstance(open_model(model), HubModel):
         raise ConfigError(f"engine_kwargs has revision={revision!r}, which only a model of the hub "
@@ -643,19 +650,22 @@ def _at_revision(model: str | Path, engine_kwargs: Mapping[str, Any]) -> str:
 
 def _check_model(model: str | Path, engine_kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that contradict the files of the model."""
-    directory = find_files(model)
-    for name in ("quantization", "hf_overrides"):
-        if engine_kwargs.get(name) and directory is None:
-            logger.warning("%s=%r is left to the model, whose files are not known here",
-                           name, engine_kwargs[name])  # fmt: skip
-    if directory is None:
-        return
-    config = read_config(directory)
-    _check_quantization(engine_kwargs.get("quantization"), config)
-    overrides = engine_kwargs.get("hf_overrides") or {}
+    directory, overrides = find_files(model), engine_kwargs.get("hf_overrides") or {}
     if not isinstance(overrides, Mapping):
         kind = type(overrides).__name__
         raise ConfigError(f"engine_kwargs has hf_overrides of the type {kind}; raymoe takes a dict")
+    if directory is None:
+        if overrides:
+            raise ConfigError(
+                "engine_kwargs has hf_overrides, which are compared with config.json of the model, "
+                "and that is not known here; leave them out"
+            )
+        if engine_kwargs.get("quantization") is not None:
+            logger.warning("quantization=%r is left to the model, whose files say it",
+                           engine_kwargs["quantization"])  # fmt: skip
+        return
+    config = read_config(directory)
+    _check_quantization(engine_kwargs.get("quantization"), config)
     for name, value, own in _differences(overrides, config):
         raise ConfigError(
             f"engine_kwargs has hf_overrides with {name}={value!r:.60}, but config.json of the "

@@ -176,6 +176,7 @@ def test_fields_defaults_and_arguments_are_those_of_ray() -> None:
             {"engine_kwargs": {"revision": "v1"}, "model_source": "s3://m/m"},
             "only a model of the hub",
         ),
+        ({"engine_kwargs": {"hf_overrides": {"a": 1}}}, "and that is not known here"),
         ({"has_image": True}, "prepare_multimodal_stage has no meaning"),
         ({"chat_template": "{{ x }}"}, "the file chat_template.jinja of"),
         ({"engine_kwargs": {"mamba_ssm_cache_dtype": "half"}}, "state_dtype is 'float16'"),
