@@ -10,6 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from raymoe.model.rope import dynamic_frequencies, inverse_frequencies
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import AttentionKind
+from raymoe.specs.attention.latent import IndexerSpec, LatentAttentionSpec
+from raymoe.specs.attention.recurrent import RECURRENT, RecurrentSpec
 from raymoe.specs.layer_weights import (
     ATTENTION_MIXER,
     ATTENTION_RESULT_NORM,
@@ -27,19 +31,10 @@ from raymoe.specs.layer_weights import (
     LATENT_OUT,
     LAYER_SCALAR,
     MERGE,
-    RECURRENT,
     SHARED_RESULT_NORM,
     layer_prefix,
 )
-from raymoe.specs.layers import AnyAttentionSpec, IndexerSpec
-from raymoe.specs.model import (
-    AttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoeSpec,
-    RecurrentSpec,
-)
+from raymoe.specs.model import DenseSpec, ModelSpec, MoeSpec
 from raymoe.specs.rope import RopeSpec
 
 SCORES = {
@@ -334,7 +329,7 @@ class ReferenceModel:
     def _attention(
         self,
         normed_TH: Tensor,
-        spec: AnyAttentionSpec,
+        spec: AttentionKind,
         prefix: str,
         *,
         rotation: "_Rotation",

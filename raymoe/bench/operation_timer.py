@@ -34,7 +34,7 @@ from raymoe.model.feed_forward import LinearFfn, MoE
 from raymoe.plan.step_work import OperationKind
 from raymoe.plan.work import MicroBatchShape
 from raymoe.runtime.batch import InputBatch
-from raymoe.specs.layers import RecurrentSpec
+from raymoe.specs.attention.recurrent import RecurrentSpec
 
 Kind = OperationKind | None  # None: not accounted for
 

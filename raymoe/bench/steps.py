@@ -21,12 +21,13 @@ from raymoe.engine.core import Runner
 from raymoe.engine.engine import Engine
 from raymoe.engine.load import load_parts
 from raymoe.plan.cost import StepCost
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.runtime.batch import InputBatch
 from raymoe.runtime.executor import Bindings, Executor
 from raymoe.schedule.builders import build_in_place
 from raymoe.schedule.graph import Buffer, Op, Resource, Schedule, Task
 from raymoe.schedule.timeline import Timeline, simulate
+from raymoe.specs.attention.work import AttentionShape
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.model import ModelSpec
 

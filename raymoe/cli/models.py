@@ -19,15 +19,7 @@ from raymoe.specs.families import FAMILIES, TESTED_WITH, WRAPPERS
 from raymoe.specs.families.rules import Family
 from raymoe.specs.files import CONFIG_FILE, check_adapter, is_hub_name, read_config
 from raymoe.specs.hardware import HARDWARE_INSTANCES, HARDWARE_PRESETS
-from raymoe.specs.layers import (
-    AnyAttentionSpec,
-    CompressedAttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    MoeSpec,
-    RecurrentSpec,
-    RouterSpec,
-)
+from raymoe.specs.layers import DenseSpec, MoeSpec, RouterSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import other_format
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
@@ -186,7 +178,7 @@ def formats_table() -> Table:
 
 def model_table(spec: ModelSpec) -> Table:
     table = Table(title=spec.name, show_header=False)
-    for row in _rows(spec):
+    for row in rows_of(spec):
         table.add_row(*row)
     return table
 
@@ -198,7 +190,7 @@ def _experts_of_family(family: Family) -> str:
     return f"{family.moe.router.scoring}{shared}"
 
 
-def _rows(spec: ModelSpec) -> Iterator[Row]:
+def rows_of(spec: ModelSpec) -> Iterator[Row]:
     yield "family", f"{spec.model_type} ({FAMILIES[spec.model_type].architecture})"
     yield (
         "parameters",
@@ -210,7 +202,7 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     )
     yield "context", f"{spec.max_model_len:,} tokens"
     for attention, count in Counter(layer.attention for layer in spec.layers).items():
-        yield "attention", f"{count} layers: {_attention(attention)}"
+        yield "attention", f"{count} layers: {attention.describe()}"
     for ffn, count in Counter(layer.ffn for layer in spec.layers).items():
         yield "network", f"{count} layers: {_ffn(ffn)}"
     formats = "as trained" if spec.quantization is None else spec.quantization.name
@@ -223,46 +215,6 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         yield "states of a sequence", format_bytes(spec.state_bytes(BFLOAT16_BYTES))
     for difference in differences_of(spec):
         yield "differs from transformers", difference
-
-
-def _attention(attention: AnyAttentionSpec) -> str:
-    if isinstance(attention, RecurrentSpec) and attention.ngrams is not None:
-        ngrams = attention.ngrams
-        return (
-            f"n-grams of up to {len(ngrams.multipliers)} tokens, {len(ngrams.sizes)} rows of "
-            f"{ngrams.num_rows:,}, table of {format_bytes(ngrams.table_bytes)} ({ngrams.dtype}), "
-            f"convolution of {attention.conv_width}"
-        )
-    if isinstance(attention, RecurrentSpec):
-        return (
-            f"state ({attention.kind}), {attention.num_heads} heads of {attention.key_dim} x "
-            f"{attention.value_dim}, convolution of {attention.conv_width}"
-        )
-    if isinstance(attention, CompressedAttentionSpec):
-        entries = f", entries of {attention.ratio} tokens" if attention.ratio else ""
-        return (
-            f"{attention.num_heads} query heads on one row of {attention.head_dim}, window of "
-            f"{attention.sliding_window:,}{entries}, sinks"
-        )
-    if isinstance(attention, LatentAttentionSpec):
-        heads = (
-            f"latent, {attention.num_heads} heads, rank {attention.kv_lora_rank} + "
-            f"{attention.rope_head_dim}"
-        )
-        indexer = attention.indexer
-        return heads if indexer is None else f"{heads}, {indexer.top_k:,} positions chosen"
-    heads = f"{attention.num_heads} query heads, {attention.num_kv_heads} KV heads"
-    notes = [f"{heads}, head dimension {attention.head_dim}"]
-    if attention.sliding_window is not None:
-        notes.append(f"window of {attention.sliding_window:,}")
-    if attention.chunk_tokens is not None:
-        notes.append(f"chunks of {attention.chunk_tokens:,}")
-    if attention.blocks is not None:
-        blocks = attention.blocks
-        notes.append(f"{blocks.top_k:,} blocks of {blocks.block_tokens:,} tokens chosen")
-    if attention.has_sinks:
-        notes.append("sinks")
-    return ", ".join(notes)
 
 
 def _ffn(ffn: DenseSpec | MoeSpec) -> str:

@@ -55,9 +55,9 @@ from raymoe.schedule.draw import draw_text
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, middle_layers
 from raymoe.specs.adapter_config import base_and_adapter
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.files import kind_problem, read_text, write_file
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec, find_hardware
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import WEIGHTS, quantization_of
 from raymoe.specs.weight_format import KV_ITEM_BYTES, PLAIN_FORMATS

@@ -34,7 +34,7 @@ from raymoe.plan.policy import Policy
 from raymoe.plan.work import StepLoad
 from raymoe.runtime.batch import InputBatch
 from raymoe.schedule.timeline import Timeline
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 
 # A node that does other work too, a first step that compiles, a predicted length that is wrong:
 # none of them makes a step this much longer, and a restart for nothing costs a load of the model.

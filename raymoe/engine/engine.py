@@ -62,7 +62,7 @@ from raymoe.output_schema import OutputSchema
 from raymoe.plan.policy import Policy
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.suggestions import METHODS_OF_OTHERS
 from raymoe.vllm_names import sampling_options
 

@@ -50,8 +50,9 @@ from raymoe.runtime.streamed import Schedules, Streamed
 from raymoe.schedule.builders import RING_SCHEDULES, build_in_place, build_resident
 from raymoe.schedule.program import NUM_RETURNED_SUMS
 from raymoe.schedule.timeline import Instant
+from raymoe.specs.attention.ngrams import NGRAM_TABLE
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, NGRAM_TABLE, layer_prefix
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, layer_prefix
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.units import MIB, format_bytes
@@ -177,7 +178,9 @@ class RankModel:
         num_blocks = self.job.policy.num_kv_blocks
         num_windowed = self.job.policy.num_window_blocks(self.spec.cache_window) or num_blocks
         layers = self.spec.layers
-        return [num_blocks if each.sliding_window is None else num_windowed for each in layers]
+        return [
+            num_blocks if each.attention.cache_window is None else num_windowed for each in layers
+        ]
 
     @cached_property
     def placement(self) -> Placement:

@@ -8,11 +8,12 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.plan.cost import StepCost
 from raymoe.plan.placement import Placement
 from raymoe.plan.step import StepModel
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork, StepLoad
+from raymoe.plan.work import MicroBatchShape, ModelWork, StepLoad
 from raymoe.runtime.batch import Sequences
 from raymoe.runtime.micro_batches import CutBatch, MicroBatch
 from raymoe.schedule.graph import Schedule
 from raymoe.schedule.placement import LayerPlacement
+from raymoe.specs.attention.work import AttentionShape
 from raymoe.specs.hardware import HardwareSpec
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from raymoe import _native
 from raymoe.kernels.elementwise import native_reads, rms_norm, weigh_norm
-from raymoe.specs.layers import GateActivation
+from raymoe.specs.attention.kind import GateActivation
 
 AnyActivation = GateActivation | Literal["silu"]
 

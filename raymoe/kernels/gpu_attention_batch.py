@@ -18,8 +18,8 @@ from raymoe.kernels.paged_kv import BLOCK_TOKENS, GATHERED_BYTES, CacheLayout
 from raymoe.kernels.selection import Division, Pools, sees_more_than
 from raymoe.kernels.torch_attention import PagedBatch
 from raymoe.kernels.triton_support import TENSOR_CORES_SINCE, power_of_two, shared_memory_kib
+from raymoe.specs.attention.grouped import BlockIndexerSpec, PooledIndexerSpec
 from raymoe.specs.hardware import HOPPER
-from raymoe.specs.layers import BlockIndexerSpec, PooledIndexerSpec
 
 # Positions of the context that one program reads for a decode token. A constant, with cuts at its
 # multiples, so that the order of a token's sums does not depend on the batch.

@@ -19,7 +19,7 @@ from raymoe.kernels.triton_support import power_of_two
 
 if TYPE_CHECKING:
     from raymoe.kernels.streams import MixerWeights
-    from raymoe.specs.layers import StreamsSpec
+    from raymoe.specs.streams import StreamsSpec
 
 _ROWS, _COLUMNS = 16, 64  # of a tile of logits
 _FLOAT_COLUMNS = 32  # where products take more registers

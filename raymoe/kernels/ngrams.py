@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from raymoe.errors import CheckpointError
-from raymoe.specs.layer_weights import NGRAM_TABLE
-from raymoe.specs.layers import NgramSpec
+from raymoe.specs.attention.ngrams import NGRAM_TABLE, NgramSpec
 
 NO_TOKEN = -1  # in place of an id, before the beginning of a sequence
 

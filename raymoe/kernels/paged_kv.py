@@ -11,7 +11,7 @@ from torch import Tensor
 from raymoe.errors import ConfigError
 from raymoe.kernels.elementwise import FLOAT_DTYPES
 from raymoe.rotation import rotated
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 
 BLOCK_TOKENS = KV_BLOCK_TOKENS
 VALUE_COLUMNS = 64

@@ -15,7 +15,7 @@ from torch.nn import functional
 from raymoe import _native
 from raymoe.kernels.cpu_linear import Linear
 from raymoe.kernels.elementwise import native_reads, triton_runs_on
-from raymoe.specs.layers import StreamsSpec
+from raymoe.specs.streams import StreamsSpec
 
 _ROWS_AT_ONCE = 64  # of float32 copies, which stay in the caches of cores
 

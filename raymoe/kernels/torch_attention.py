@@ -28,7 +28,7 @@ from raymoe.kernels.selection import (
     chosen_of,
     index_scores,
 )
-from raymoe.specs.layers import BlockIndexerSpec
+from raymoe.specs.attention.grouped import BlockIndexerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raymoe.kernels.elementwise import Projected, Routing
 from raymoe.kernels.paged_kv import CacheLayout
-from raymoe.specs.layers import TokenShapes, largest_sizes
+from raymoe.specs.attention.kind import TokenShapes, largest_sizes
 from raymoe.specs.model import ModelSpec, MoeSpec
 
 Allocate = Callable[[int], Tensor]  # bytes -> uint8 tensor

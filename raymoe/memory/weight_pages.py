@@ -26,17 +26,18 @@ from raymoe.kernels.ngrams import fill_table
 from raymoe.memory.arena import HostArena, aligned_bytes
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import NUM_LAYER_SLOTS
+from raymoe.specs.attention.ngrams import NgramSpec
 from raymoe.specs.layer_weights import (
     PART_ALIGNMENT,
-    Shape,
     WeightPart,
     layer_parts,
     layer_prefix,
     ngram_tables,
 )
-from raymoe.specs.layers import DenseSpec, LayerSpec, NgramSpec
+from raymoe.specs.layers import DenseSpec, LayerSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece, WeightFormat
+from raymoe.specs.weights import Shape
 from raymoe.units import ceil_div
 
 GetWeight = Callable[[str], Weight]
@@ -144,7 +145,7 @@ class WeightPages:
         self._tables[layer] = memory
         if not self._arena.is_filled:
             fill_table(memory, ngrams, lambda name: weights(prefix + name))
-        release([prefix + name for name, _ in ngram_tables(self._spec.layers[layer])])
+        release([prefix + each.name for each in ngram_tables(self._spec.layers[layer])])
 
     def _is_there(self, layer: int, name: str) -> bool:
         """Whether another process has put a weight there; scales are looked at for their types."""

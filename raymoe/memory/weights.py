@@ -21,21 +21,19 @@ from raymoe.codecs import (
 )
 from raymoe.errors import CheckpointError, ConfigError
 from raymoe.memory.checkpoint import MAX_TENSORS, Checkpoint
-from raymoe.specs.layer_weights import (
-    EMBEDDING,
+from raymoe.specs.attention.ngrams import (
     NGRAM_MULTIPLIERS,
     NGRAM_OFFSETS,
     NGRAM_SCALE,
     NGRAM_SIZES,
     NGRAM_TABLE,
-    TOKEN_EXPERTS,
-    Shape,
-    layer_prefix,
 )
+from raymoe.specs.layer_weights import EMBEDDING, TOKEN_EXPERTS, layer_prefix
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of
 from raymoe.specs.weight_format import FP8_ROWS, Piece, WeightFormat
 from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
+from raymoe.specs.weights import Shape
 from raymoe.units import ceil_div
 
 # Per weight: quantised ones have up to five, and layers for multi-token prediction are unused.

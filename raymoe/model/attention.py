@@ -68,8 +68,9 @@ from raymoe.model.indexer import BlockIndexer, Indexer, PooledIndexer
 from raymoe.model.loading import Loader
 from raymoe.model.norms import NormHeads
 from raymoe.model.rope import Angles, Rotary
-from raymoe.specs.layers import OutputGate, PooledIndexerSpec
-from raymoe.specs.model import AttentionSpec, LatentAttentionSpec
+from raymoe.specs.attention.grouped import AttentionSpec, PooledIndexerSpec
+from raymoe.specs.attention.kind import OutputGate
+from raymoe.specs.attention.latent import LatentAttentionSpec
 
 
 class LayerAttention(Protocol):

@@ -59,16 +59,16 @@ def _kinds(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
     seen = set()
     for i, layer in enumerate(spec.layers):
         kind = (layer.ffn, _formats(spec, i, layer))
-        if isinstance(layer.ffn, MoeSpec) and kind not in seen:
+        if layer.moe is not None and kind not in seen:
             seen.add(kind)
-            yield i, layer.ffn
+            yield i, layer.moe
 
 
 def _formats(spec: ModelSpec, i: int, layer: LayerSpec) -> tuple[WeightFormat | None, ...]:
-    if not isinstance(layer.ffn, MoeSpec):
+    if layer.moe is None:
         return ()
-    weights = expert_weights(layer.ffn, spec.hidden_size)
-    return tuple(spec.format_of(layer_prefix(i) + name, shape) for name, shape in weights)
+    weights = expert_weights(layer.moe, spec.hidden_size)
+    return tuple(spec.format_of(layer_prefix(i) + each.name, each.shape) for each in weights)
 
 
 PROMPT_TOKENS = 1024  # enough for the plain form of latent attention

@@ -30,7 +30,7 @@ from raymoe.kernels.selection import IndexRows, choose_positions, sees_more_than
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles, Rotary
-from raymoe.specs.layers import CompressedAttentionSpec, EntryIndexerSpec
+from raymoe.specs.attention.compressed import CompressedAttentionSpec, EntryIndexerSpec
 
 
 class CompressedAttention(OneForm):

@@ -33,11 +33,17 @@ from raymoe.model.attention import (
 from raymoe.model.compressed import CompressedAttention, compressed_layout, staged_batches
 from raymoe.model.feed_forward import Dense, FeedForward, MoE
 from raymoe.model.loading import GetWeight, Loader, NormOverRanks, Reduce, keep
-from raymoe.model.ngrams import Ngrams
+from raymoe.model.ngrams import Ngrams, ngram_layout
 from raymoe.model.norms import HeadLayerNorms, Norm, NormHeads, load_norm
-from raymoe.model.recurrent import Recurrent, load_recurrent, state_layout
+from raymoe.model.recurrent import Stateful, load_recurrent, state_layout
 from raymoe.model.rope import Rotary
 from raymoe.model.streams import Mixer, load_merge, load_mixers, merge, spread
+from raymoe.specs.attention.compressed import CompressedAttentionSpec
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import AttentionKind
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.attention.ngrams import NgramLayerSpec
+from raymoe.specs.attention.recurrent import RECURRENT, RecurrentSpec
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
     EMBEDDING,
@@ -48,23 +54,10 @@ from raymoe.specs.layer_weights import (
     HEAD_BIAS,
     INPUT_NORM,
     LAYER_SCALAR,
-    RECURRENT,
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import (
-    AnyAttentionSpec,
-    CompressedAttentionSpec,
-    LayerSpec,
-    PooledIndexerSpec,
-)
-from raymoe.specs.model import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoeSpec,
-    RecurrentSpec,
-)
+from raymoe.specs.model import ModelSpec, MoeSpec
 
 
 def cache_layouts(
@@ -78,9 +71,11 @@ def cache_layouts(
     return tuple(_layout(layer.attention, kv_dtype, dtype or kv_dtype) for layer in spec.layers)
 
 
-def _layout(attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dtype) -> CacheLayout:
+def _layout(attention: AttentionKind, kv_dtype: torch.dtype, dtype: torch.dtype) -> CacheLayout:
     if isinstance(attention, RecurrentSpec):
         return state_layout(attention, dtype)
+    if isinstance(attention, NgramLayerSpec):
+        return ngram_layout(attention, dtype)
     if isinstance(attention, CompressedAttentionSpec):
         if kv_dtype != dtype:
             raise ConfigError(
@@ -90,6 +85,7 @@ def _layout(attention: AnyAttentionSpec, kv_dtype: torch.dtype, dtype: torch.dty
         return compressed_layout(attention, dtype)
     if isinstance(attention, LatentAttentionSpec):
         return latent_layout(attention, kv_dtype)
+    assert isinstance(attention, AttentionSpec), "the last kind"
     return grouped_layout(attention, kv_dtype)
 
 
@@ -147,17 +143,13 @@ class Layer:
 
         self.input_norm = norm(INPUT_NORM, exists=spec.norms.before_attention)
         if isinstance(spec.attention, CompressedAttentionSpec):
-            self.attention: LayerAttention | Recurrent | CompressedAttention = CompressedAttention(
+            self.attention: LayerAttention | Stateful | CompressedAttention = CompressedAttention(
                 spec.attention, loader, f"{prefix}self_attn.", rotaries
             )
         else:
             self.attention = _attention(model, i, loader, reduce, rotaries=rotaries)
-        is_gated = (isinstance(spec.attention, RecurrentSpec) and spec.ngrams is None) or (
-            isinstance(spec.attention, AttentionSpec | LatentAttentionSpec)
-            and spec.attention.gate is not None
-        )
         self.is_parallel = spec.is_parallel
-        self.reads_input_again = spec.is_parallel or is_gated
+        self.reads_input_again = spec.is_parallel or spec.attention.has_gate
         self.result_norm = norm(ATTENTION_RESULT_NORM, exists=spec.norms.after_attention)
         self.ffn_norm = norm(FFN_NORM, exists=spec.norms.before_ffn)
         self.ffn_result_norm = norm(FFN_RESULT_NORM, exists=spec.norms.after_ffn)
@@ -189,19 +181,11 @@ class Layer:
         return input_TH if self.ffn_norm is None else self.ffn_norm(input_TH), factors_TF
 
 
-def _rotates_entries(layer: LayerSpec) -> bool:
-    """Whether a layer rotates rows that it makes itself, where its cache is."""
-    attention = layer.attention
-    if isinstance(attention, AttentionSpec):
-        return isinstance(attention.blocks, PooledIndexerSpec)
-    return isinstance(attention, CompressedAttentionSpec)
-
-
 def _attention(
     model: ModelSpec, i: int, loader: Loader, reduce: Reduce, *, rotaries: tuple[Rotary, Rotary]
-) -> LayerAttention | Recurrent:
+) -> LayerAttention | Stateful:
     spec, prefix = model.layers[i].attention, f"{layer_prefix(i)}self_attn."
-    if isinstance(spec, RecurrentSpec) and spec.ngrams is not None:
+    if isinstance(spec, NgramLayerSpec):
         num_streams = model.residual_size // model.hidden_size
         return Ngrams(spec, loader, layer_prefix(i), num_streams=num_streams)
     if isinstance(spec, RecurrentSpec):
@@ -247,7 +231,9 @@ class Decoder:
         self.needs_prompt_tokens = spec.depends_on_length
         rotary = {layer.rope: Rotary(layer.rope, loader.device) for layer in spec.layers}
         self._rotary = [rotary[layer.rope] for layer in spec.layers]
-        if loader.device != torch.device("cpu") and any(map(_rotates_entries, spec.layers)):
+        if loader.device != torch.device("cpu") and any(
+            layer.attention.rotates_entries for layer in spec.layers
+        ):
             rotary = {layer.rope: Rotary(layer.rope) for layer in spec.layers}
         self._host_rotary = [rotary[layer.rope] for layer in spec.layers]
         self._embedding_VH = loader.table(EMBEDDING)
@@ -372,7 +358,7 @@ class Decoder:
 
     def is_windowed(self, i: int) -> bool:
         """Whether layer `i` has a sliding window."""
-        return self.spec.layers[i].sliding_window is not None
+        return self.spec.layers[i].attention.cache_window is not None
 
     def _of_layer(self, i: int, batch: AttentionBatch) -> AttentionBatch:
         """The batch with the blocks of layer `i`."""
@@ -420,7 +406,7 @@ class Decoder:
         compressed = [each for each in attentions if isinstance(each, CompressedAttention)]
         if compressed:
             return staged_batches(compressed, batch, device, self.dtype)
-        states = next((each for each in attentions if isinstance(each, Recurrent)), None)
+        states = next((each for each in attentions if isinstance(each, Stateful)), None)
         return None if states is None else states.staged_batch(batch, device)
 
     @cached_property
@@ -429,7 +415,7 @@ class Decoder:
         with_kv = [
             (spec.attention.token_shapes.value[::-1], layer.attention)
             for layer, spec in zip(self._layers, self.spec.layers, strict=True)
-            if not isinstance(layer.attention, Recurrent | CompressedAttention)
+            if not isinstance(layer.attention, Stateful | CompressedAttention)
         ]
         return max(with_kv, key=lambda each: each[0], default=((0, 0), None))[1]
 
@@ -446,7 +432,7 @@ class Decoder:
         if isinstance(attention, CompressedAttention):
             assert isinstance(batch.states, CompressedBatches), "made by `staged_batch`"
             return attention.attend_staged(projected, staged, batch.states, out)
-        if isinstance(attention, Recurrent):
+        if isinstance(attention, Stateful):
             assert isinstance(batch.states, StateBatch), "made by `staged_batch`"
             return attention.attend_staged(projected, staged, batch.states, out)
         rows = batch.kv
@@ -470,7 +456,7 @@ class Decoder:
         self, i: int, projected: Projected, cache_layer: Tensor, batch: AttentionBatch
     ) -> None:
         attention = self._layers[i].attention
-        assert not isinstance(attention, Recurrent), f"layer {i} has states, which have one home"
+        assert not isinstance(attention, Stateful), f"layer {i} has states, which have one home"
         attention.append(projected, cache_layer, self._of_layer(i, batch))
 
     def up_project(self, i: int, result_TX: Tensor, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from raymoe.kernels.gated_streams import add_gated_, norm_streams, read_gated
 from raymoe.model.loading import Loader
-from raymoe.specs.layers import GatedStreamsSpec
+from raymoe.specs.streams import GatedStreamsSpec
 
 
 class GatedMixer:

@@ -9,7 +9,8 @@ from raymoe.kernels.selection import Pools, pool_tokens
 from raymoe.model.loading import Loader
 from raymoe.model.norms import LayerNorm
 from raymoe.model.rope import Angles, Rotary
-from raymoe.specs.layers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
+from raymoe.specs.attention.grouped import BlockIndexerSpec, PooledIndexerSpec
+from raymoe.specs.attention.latent import IndexerSpec
 
 
 class Indexer:

@@ -50,6 +50,12 @@ from raymoe.kernels.latent_heads import (
 )
 from raymoe.kernels.ngrams import fill_table, table_view
 from raymoe.model.device_experts import make_device_experts
+from raymoe.specs.attention.compressed import CompressedAttentionSpec
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import AttentionKind
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.attention.ngrams import NGRAM_TABLE, NGRAMS, NgramSpec
+from raymoe.specs.attention.recurrent import RECURRENT, RecurrentSpec
 from raymoe.specs.layer_weights import (
     EMBEDDING,
     HEAD,
@@ -57,26 +63,11 @@ from raymoe.specs.layer_weights import (
     LATENT_OUT,
     MERGE,
     MIXERS,
-    NGRAM_TABLE,
-    NGRAMS,
-    RECURRENT,
     layer_prefix,
 )
-from raymoe.specs.layers import (
-    AnyAttentionSpec,
-    CompressedAttentionSpec,
-    GatedStreamsSpec,
-    NgramSpec,
-    projections_of,
-)
-from raymoe.specs.model import (
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    RecurrentSpec,
-)
+from raymoe.specs.layers import projections_of
+from raymoe.specs.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from raymoe.specs.streams import GatedStreamsSpec
 from raymoe.specs.weight_format import Int8Channel, WeightFormat
 from raymoe.specs.weight_names import model_weights
 
@@ -381,12 +372,13 @@ class _ArenaPlan:
                 total += self._linear([f"{shared}_gate"], 1, hidden_size)
         return total
 
-    def _attention(self, prefix: str, attention: AnyAttentionSpec) -> int:
+    def _attention(self, prefix: str, attention: AttentionKind) -> int:
         hidden_size, output = self._spec.hidden_size, attention.token_shapes.output
         if isinstance(attention, RecurrentSpec):
             return self._recurrent(prefix, attention)
         if isinstance(attention, CompressedAttentionSpec):
             return self._compressed(prefix, attention)
+        assert isinstance(attention, AttentionSpec | LatentAttentionSpec), "the others"
         total = self._linear([f"{prefix}o_proj"], hidden_size, output)
         if attention.gate is not None:
             total += self._linear([f"{prefix}g_proj"], attention.gate_width, hidden_size)

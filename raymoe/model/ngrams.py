@@ -6,6 +6,7 @@ embeddings of a token, C = X channels of the convolution.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raymoe.errors import CheckpointError
@@ -14,18 +15,20 @@ from raymoe.kernels.elementwise import Projected
 from raymoe.kernels.gated_streams import norm_streams
 from raymoe.kernels.gpu_state.scan import StateBatch
 from raymoe.kernels.ngrams import read_rows, table_rows
+from raymoe.kernels.paged_kv import StateLayout
 from raymoe.kernels.state import causal_conv
 from raymoe.model.loading import Loader
-from raymoe.model.recurrent import Recurrent, state_layout
+from raymoe.model.recurrent import Stateful
 from raymoe.model.rope import Angles
-from raymoe.specs.layer_weights import (
+from raymoe.specs.attention.ngrams import (
     NGRAM_MULTIPLIERS,
     NGRAM_OFFSETS,
     NGRAM_SCALE,
     NGRAM_SIZES,
     NGRAMS,
+    NgramLayerSpec,
+    NgramSpec,
 )
-from raymoe.specs.layers import NgramSpec, RecurrentSpec
 
 
 class _Constants(NamedTuple):
@@ -40,25 +43,24 @@ class _Constants(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: RecurrentSpec, loader: Loader, prefix: str, *, is_on_host: bool
+        cls, spec: NgramLayerSpec, loader: Loader, prefix: str, *, is_on_host: bool
     ) -> "_Constants":
         def load(name: str) -> Tensor:
             return loader.score_vector(f"{prefix}{NGRAMS}{name}.weight", is_on_host=is_on_host)
 
         taps_CW = load("conv")[:, 0]
         conv_WC = taps_CW.new_zeros(spec.conv_width, len(taps_CW))
-        conv_WC[:: spec.conv_dilation] = taps_CW.T
+        conv_WC[:: spec.dilation] = taps_CW.T
         return cls(load("conv_norm"), conv_WC.T)
 
 
-class Ngrams(Recurrent):
+class Ngrams(Stateful):
     """One such layer. In `Projected`, queries are the gated embeddings of all streams."""
 
     def __init__(
-        self, spec: RecurrentSpec, loader: Loader, prefix: str, *, num_streams: int
+        self, spec: NgramLayerSpec, loader: Loader, prefix: str, *, num_streams: int
     ) -> None:
         """Load the weights `prefix` + "ngrams.k_proj.weight" and so on."""
-        assert spec.ngrams is not None, "the kind says so"
         self._spec, self._dtype, self._num_streams = spec, loader.dtype, num_streams
         self._keys_and_values = loader.linear([f"{prefix}{NGRAMS}{part}_proj" for part in "kv"])
         self._key_norm_X, self._query_norm_X = (
@@ -74,7 +76,7 @@ class Ngrams(Recurrent):
 
     def gate(self, hidden_TX: Tensor, embedded_TE: Tensor) -> Tensor:
         """Return the value of the embeddings in each stream, times that stream's gate, [T, X]."""
-        count, width = self._num_streams, self._spec.value_dim
+        count, width = self._num_streams, self._spec.width
         both_TY = self._keys_and_values(embedded_TE)
         key_TX = norm_streams(both_TY[:, :width], self._key_norm_X, count, self._spec.norm_eps)
         query_TX = norm_streams(hidden_TX, self._query_norm_X, count, self._spec.norm_eps)
@@ -102,7 +104,7 @@ class Ngrams(Recurrent):
     ) -> Tensor:
         is_on_device = isinstance(batch, StateBatch)
         constants = self._constants_on_device if is_on_device else self._constants_on_host
-        past_NPC, _ = state_layout(self._spec, self._dtype).views(cache)
+        past_NPC, _ = ngram_layout(self._spec, self._dtype).views(cache)
         gated_TX = projected.query_THD[:, 0]
         normed_TX = norm_streams(gated_TX, constants.norm_X, self._num_streams, self._spec.norm_eps)
         mixed_TX = causal_conv(
@@ -140,3 +142,13 @@ class _Table:
     def read(self, token_ids_T: Tensor, query_start: Tensor, past_SP: Tensor | None) -> Tensor:
         rows_TN = table_rows(token_ids_T, query_start, past_SP, self._spec)
         return read_rows(self._table_RD, rows_TN, self._scale, self._dtype)
+
+
+def ngram_layout(spec: NgramLayerSpec, dtype: torch.dtype) -> StateLayout:
+    """The last inputs of the convolution, and no matrices."""
+    return StateLayout(
+        past=(spec.conv_width - 1, spec.width),
+        heads=(1, 0, spec.width),
+        past_dtype=dtype,
+        heads_dtype=torch.float32,
+    )

@@ -3,6 +3,7 @@
 T tokens, C channels of the convolution, H heads, V dimensions of a value, A inputs of the decay.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Self
 
 import torch
@@ -18,7 +19,7 @@ from raymoe.kernels.state import causal_conv, scan
 from raymoe.model.attention import OneForm
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Angles
-from raymoe.specs.layers import RecurrentSpec
+from raymoe.specs.attention.recurrent import RecurrentSpec
 
 
 class _Constants(NamedTuple):
@@ -53,8 +54,42 @@ class _Constants(NamedTuple):
         )
 
 
-class Recurrent(OneForm):
-    """One such layer, whose states are updated where they are: on the host or on the device.
+class Stateful(OneForm, ABC):
+    """A layer whose states are updated where they are: on the host or on the device."""
+
+    has_channel_decays = False  # whether each dimension of a key decays by itself
+
+    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._update(projected, cache, batch)
+
+    def staged_batch(self, batch: AttentionBatch, device: torch.device) -> StateBatch:
+        """Prepare a batch for `attend_staged` on `device`, once for all; on the host."""
+        return StateBatch.of(batch, device, has_channel_decays=self.has_channel_decays)
+
+    def attend_staged(
+        self, projected: Projected, cache: Tensor, batch: StateBatch, out: Tensor | None = None
+    ) -> Tensor:
+        """Update states on the device of the weights, and read them; [T, X], in `out`."""
+        result_TX = self._update(projected, cache, batch)
+        return result_TX if out is None else out.copy_(result_TX)
+
+    @abstractmethod
+    def project(self, normed_TH: Tensor, angles: Angles, out: Projected | None = None) -> Projected:
+        """As in `LayerAttention`."""
+
+    @abstractmethod
+    def output(self, attention_TX: Tensor, normed_TH: Tensor) -> Tensor:
+        """As in `LayerAttention`."""
+
+    @abstractmethod
+    def _update(
+        self, projected: Projected, cache: Tensor, batch: AttentionBatch | StateBatch
+    ) -> Tensor:
+        """Update states and return what is read, [T, X]."""
+
+
+class Recurrent(Stateful):
+    """Linear attention: a convolution, and mostly matrices that a token updates.
 
     In `Projected`, queries are the inputs of the convolution, keys those of the decay, and values
     those of the gain.
@@ -63,6 +98,7 @@ class Recurrent(OneForm):
     def __init__(self, spec: RecurrentSpec, loader: Loader, prefix: str) -> None:
         """Load the weights `prefix` + "q_proj" and so on."""
         self._spec, self._dtype = spec, loader.dtype
+        self.has_channel_decays = spec.kind == "kimi_delta"
         inputs = [f"{prefix}{part}_proj" for part in spec.inputs]
         self._input = loader.linear(inputs, has_bias=spec.has_bias)
         self._decay = None
@@ -91,21 +127,6 @@ class Recurrent(OneForm):
         for target, part in zip(out, parts, strict=True):
             target.copy_(part)
         return out
-
-    def attend(self, projected: Projected, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        return self._update(projected, cache, batch)
-
-    def staged_batch(self, batch: AttentionBatch, device: torch.device) -> StateBatch:
-        """Prepare a batch for `attend_staged` on `device`, once for all; on the host."""
-        has_channel_decays = self._spec.kind == "kimi_delta"
-        return StateBatch.of(batch, device, has_channel_decays=has_channel_decays)
-
-    def attend_staged(
-        self, projected: Projected, cache: Tensor, batch: StateBatch, out: Tensor | None = None
-    ) -> Tensor:
-        """Update states on the device of the weights, and read them; [T, X], in `out`."""
-        result_TX = self._update(projected, cache, batch)
-        return result_TX if out is None else out.copy_(result_TX)
 
     def _constants(self, batch: AttentionBatch | StateBatch) -> _Constants:
         return self._on_device if isinstance(batch, StateBatch) else self._on_host

@@ -14,7 +14,7 @@ from raymoe.kernels.streams import MixerWeights, add_to_streams_, read_streams, 
 from raymoe.model.gated_streams import GatedMixer
 from raymoe.model.loading import Loader
 from raymoe.specs.layer_weights import ATTENTION_MIXER, FFN_MIXER, MERGE
-from raymoe.specs.layers import AnyStreamsSpec, GatedStreamsSpec, StreamsSpec
+from raymoe.specs.streams import AnyStreamsSpec, GatedStreamsSpec, StreamsSpec
 
 
 class Mixer(Protocol):

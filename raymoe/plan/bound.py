@@ -58,7 +58,7 @@ def job_bound(
     decode_bytes = work.activated_weight_bytes(rows) * steps + work.kv_token_bytes * contexts
     decode_bytes += 2 * work.updated_bytes * rows * steps
     for layer in work.layers:
-        if (recent := layer.recent) is not None:
+        if (recent := layer.attention.recent) is not None:
             seen = sum(_contexts(1, length, recent.window) for length in prompt_lengths)
             prefill_flop += recent.pair_flop * seen
             seen = sum(_contexts(length + 1, steps, recent.window) for length in prompt_lengths)
@@ -169,7 +169,7 @@ def _pairs(
     """
     windows: dict[int | None, int] = {}
     for layer in work.layers:
-        seen = layer.window or layer.num_chosen
+        seen = layer.attention.window or layer.attention.num_chosen
         windows[seen] = windows.get(seen, 0) + of_a_token(layer)
     return float(
         sum(
@@ -182,7 +182,9 @@ def _pairs(
 
 def _recent(work: ModelWork, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Operations of all tokens on rows in states, and bytes that steps read of them."""
-    amounts = Counter(layer.recent for layer in work.layers if layer.recent is not None)
+    amounts = Counter(
+        layer.attention.recent for layer in work.layers if layer.attention.recent is not None
+    )
     flop = num_bytes = 0.0
     for recent, count in amounts.items():
         of_prompts = sum(_contexts(1, prompt, recent.window) for prompt, _ in rows)
@@ -198,17 +200,17 @@ def _prefill_flop(work: ModelWork) -> dict[int | None, int]:
     """Operations per pair of a prompt, by the number of tokens that each attends to at most."""
     amounts: dict[int | None, int] = {}
     for layer in work.layers:
-        amount = amounts.get(layer.num_chosen, 0)
-        amounts[layer.num_chosen] = amount + layer.prefill_pair_flop
+        num_chosen = layer.attention.num_chosen
+        amounts[num_chosen] = amounts.get(num_chosen, 0) + layer.attention.prompt_pair_flop
     return amounts
 
 
 def _kv_bytes(layer: LayerWork) -> int:
-    return layer.kv_token_bytes
+    return layer.attention.kv_token_bytes
 
 
 def _pair_flop(layer: LayerWork) -> int:
-    return layer.pair_flop
+    return layer.attention.pair_flop
 
 
 def _contexts(first: int, count: int, window: int | None) -> int:

@@ -22,16 +22,10 @@ from functools import cached_property
 from typing import Self
 
 from raymoe.errors import ConfigError
-from raymoe.plan.work import (
-    STREAM_VISITS,
-    AttentionShape,
-    LayerWork,
-    Matrices,
-    MicroBatchShape,
-    ModelWork,
-)
+from raymoe.plan.work import STREAM_VISITS, LayerWork, Matrices, MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Schedule, Task
 from raymoe.schedule.placement import LayerPlacement
+from raymoe.specs.attention.work import AttentionShape, AttentionWork, Choice
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves
 from raymoe.units import ceil_div
 
@@ -203,59 +197,63 @@ class Rates:
             return self.product_s(resource, rows, weights)
         return self.experts_s(resource, rows, 1.0, weights)
 
-    def attention_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
+    def attention_s(self, resource: Resource, share: AttentionShape, work: AttentionWork) -> float:
         """Seconds to append KV and attend, or to update states, on the cores or on a GPU.
 
         Appended rows are read and written once; context KV is read once for all heads of a group.
         Source: MoE-Lightning, section 4.2, equations 13 and 14, counting both products (queries by
         keys, scores by values) where its code counts one.
         """
-        if layer.state_bytes and layer.recent is None:
-            return self.states_s(resource, share, layer)
-        if layer.num_chosen is not None:
-            attended = share.within(layer.num_chosen)
+        if work.is_scan:
+            return self.states_s(resource, share, work)
+        if work.choice is not None:
+            attended = share.within(work.choice.num_chosen)
             if attended != share:
-                chosen_s = self._attention_s(resource, attended, layer.when_choosing)
-                return chosen_s + self.selection_s(resource, share, layer)
-        return self._attention_s(resource, share.within(layer.window), layer)
+                chosen_s = self._attention_s(resource, attended, work.when_choosing)
+                return chosen_s + self.selection_s(resource, share, work, work.choice)
+        return self._attention_s(resource, share.within(work.window), work)
 
-    def selection_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
+    def selection_s(
+        self, resource: Resource, share: AttentionShape, work: AttentionWork, choice: Choice
+    ) -> float:
         """Seconds to score contexts beyond what is attended to, and to gather what is chosen.
 
         Index keys of the attended tokens are read with these. Cores copy the chosen rows.
         """
-        attended = share.within(layer.num_chosen)
-        flop = layer.index_pair_flop * (share.pairs + share.prompt_pairs) / INDEX_FLOP_SHARE
+        attended = share.within(choice.num_chosen)
+        flop = choice.pair_flop * (share.pairs + share.prompt_pairs) / INDEX_FLOP_SHARE
         unread = share.context_tokens - attended.context_tokens
-        num_bytes = layer.index_token_bytes * unread
+        num_bytes = choice.token_bytes * unread
         if resource is not Resource.GPU:
-            copied = attended.prompt_pairs + layer.copies_chosen * attended.pairs
-            num_bytes += 2 * layer.kv_token_bytes * copied
+            copied = attended.prompt_pairs + choice.copies * attended.pairs
+            num_bytes += 2 * work.kv_token_bytes * copied
         return self.roof_s(resource, flop, num_bytes)
 
-    def _attention_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
-        work = layer.attention(share)
+    def _attention_s(self, resource: Resource, share: AttentionShape, work: AttentionWork) -> float:
+        amounts = work.of(share)
         if resource is Resource.GPU:
-            return self.gpu_attention_s(share, work.read_bytes + work.appended_bytes, layer)
+            return self.gpu_attention_s(share, amounts.read_bytes + amounts.appended_bytes, work)
         curves = self._host_curves
         if curves is None or not share.rows:
-            moved = work.read_bytes / CPU_ATTENTION_EFFICIENCY + work.appended_bytes
-            return self.roof_s(resource, work.flop, moved)
+            moved = amounts.read_bytes / CPU_ATTENTION_EFFICIENCY + amounts.appended_bytes
+            return self.roof_s(resource, amounts.flop, moved)
         left, seconds = self.host_bytes_per_s / self.hardware.host_bytes_per_s, 0.0
         if share.decode_rows:
             rate = left * curves.attention_bytes_per_s.at(share.pairs / share.decode_rows)
-            read = layer.attention(share.of_decoding).read_bytes
-            seconds += max(read / rate, work.decode_flop / curves.attention_flop_per_s)
+            read = work.of(share.of_decoding).read_bytes
+            seconds += max(read / rate, amounts.decode_flop / curves.attention_flop_per_s)
         if share.prompt_pairs:
             # A whole prompt has half as many pairs per token as it has tokens.
             prompt = 2 * share.prompt_pairs / (share.rows - share.decode_rows)
             rate = curves.prefill_flop_per_s.at(prompt)
-            seconds += work.prompt_flop / rate
+            seconds += amounts.prompt_flop / rate
         return seconds
 
-    def gpu_attention_s(self, share: AttentionShape, num_bytes: float, layer: LayerWork) -> float:
+    def gpu_attention_s(
+        self, share: AttentionShape, num_bytes: float, work: AttentionWork
+    ) -> float:
         """Seconds to attend on a GPU to KV that is there, with the bytes read and written."""
-        flop = layer.attention(share).flop
+        flop = work.of(share).flop
         curves = self._device_curves
         if curves is not None and share.prompt_pairs and curves.prefill_flop_per_s is not None:
             chunk = 2 * share.prompt_pairs / share.rows
@@ -269,7 +267,7 @@ class Rates:
             rate = curves.attention_bytes_per_s.at(share.context_tokens / share.rows)
         return max(flop_s, num_bytes / rate)
 
-    def states_s(self, resource: Resource, share: AttentionShape, layer: LayerWork) -> float:
+    def states_s(self, resource: Resource, share: AttentionShape, work: AttentionWork) -> float:
         """Seconds to read and write a state for each decoding row, and to scan all tokens.
 
         A prompt's state stays in a core's cache, or in registers of the GPU.
@@ -283,8 +281,8 @@ class Rates:
         else:
             bytes_per_s = STATE_BYTES_EFFICIENCY * self.host_bytes_per_s
             flop_per_s = STATE_FLOP_EFFICIENCY * self.hardware.host_flop_per_s
-        bytes_s = 2 * share.decode_rows * layer.state_bytes / bytes_per_s
-        return max(bytes_s, share.rows * layer.state_flop / flop_per_s)
+        bytes_s = 2 * share.decode_rows * work.state_bytes / bytes_per_s
+        return max(bytes_s, share.rows * work.token_flop / flop_per_s)
 
     def _gpu_experts_s(self, rows: float, expert: Matrices) -> float:
         """Seconds of one expert: by the curve of its number of bits, or else its share."""
@@ -433,7 +431,8 @@ class StepCost:
         num_layers = len(self.work.layers)
         micro_batches = Counter(micro_batch.host for micro_batch in self.micro_batches)
         layers = Counter(
-            (layer.window, layer.kv_token_bytes, layer.recent) for layer in self.work.layers
+            (layer.attention.window, layer.attention.kv_token_bytes, layer.attention.recent)
+            for layer in self.work.layers
         )
         read_bytes = 0.0
         for (window, kv_token_bytes, recent), number in layers.items():
@@ -529,9 +528,9 @@ def _pre_s(cost: StepCost, task: Task) -> float:
 
 
 def _qkv_s(cost: StepCost, task: Task) -> float:
-    micro_batch, layer = cost.micro_batch(task), cost.layer(task)
-    queries = micro_batch.host.rows * cost.row_bytes(layer.query_width)
-    return cost.rates.copy_s(task.resource, queries + micro_batch.tokens * layer.kv_token_bytes)
+    micro_batch, work = cost.micro_batch(task), cost.layer(task).attention
+    queries = micro_batch.host.rows * cost.row_bytes(work.query_width)
+    return cost.rates.copy_s(task.resource, queries + micro_batch.tokens * work.kv_token_bytes)
 
 
 def _attention_s(cost: StepCost, task: Task) -> float:
@@ -539,40 +538,42 @@ def _attention_s(cost: StepCost, task: Task) -> float:
     micro_batch = cost.micro_batch(task)
     is_on_gpu = task.resource is Resource.GPU
     share = micro_batch.host + micro_batch.device if is_on_gpu else micro_batch.host
-    return cost.rates.attention_s(task.resource, share, cost.layer(task))
+    return cost.rates.attention_s(task.resource, share, cost.layer(task).attention)
 
 
 def _kv_s(cost: StepCost, task: Task) -> float:
-    layer = cost.layer(task)
-    share = cost.micro_batch(task).device.within(layer.window)
-    num_bytes = share.past_tokens * layer.kv_token_bytes
-    if layer.recent is not None:
-        num_bytes += share.decode_rows * layer.state_bytes
+    work = cost.layer(task).attention
+    share = cost.micro_batch(task).device.within(work.window)
+    num_bytes = share.past_tokens * work.kv_token_bytes
+    if work.recent is not None:
+        num_bytes += share.decode_rows * work.state_bytes
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
 def _device_attention_s(cost: StepCost, task: Task) -> float:
-    layer, micro_batch = cost.layer(task), cost.micro_batch(task)
-    if layer.state_bytes and layer.recent is None:
+    work, micro_batch = cost.layer(task).attention, cost.micro_batch(task)
+    if work.is_scan:
         both = micro_batch.host + micro_batch.device
-        return cost.rates.states_s(task.resource, both, layer)
-    share, rates = micro_batch.device.within(layer.window), cost.rates
-    attended = share.within(layer.num_chosen)
-    work = layer.attention(attended)
-    num_bytes = work.read_bytes + (0.0 if layer.recent is None else work.appended_bytes)
-    if attended == share:
-        return rates.gpu_attention_s(share, num_bytes, layer)
-    chosen_s = rates.gpu_attention_s(attended, num_bytes, layer.when_choosing)
-    return chosen_s + rates.selection_s(task.resource, share, layer)
+        return cost.rates.states_s(task.resource, both, work)
+    share, rates, choice = micro_batch.device.within(work.window), cost.rates, work.choice
+    attended = share if choice is None else share.within(choice.num_chosen)
+    amounts = work.of(attended)
+    num_bytes = amounts.read_bytes + (0.0 if work.recent is None else amounts.appended_bytes)
+    if choice is None or attended == share:
+        return rates.gpu_attention_s(share, num_bytes, work)
+    chosen_s = rates.gpu_attention_s(attended, num_bytes, work.when_choosing)
+    return chosen_s + rates.selection_s(task.resource, share, work, choice)
 
 
 def _append_s(cost: StepCost, task: Task) -> float:
-    work = cost.layer(task).attention(cost.micro_batch(task).device)
-    return cost.rates.moved_s(task.resource, work.appended_bytes)
+    amounts = cost.layer(task).attention.of(cost.micro_batch(task).device)
+    return cost.rates.moved_s(task.resource, amounts.appended_bytes)
 
 
 def _hidden_s(cost: StepCost, task: Task) -> float:
-    num_bytes = cost.micro_batch(task).host.rows * cost.row_bytes(cost.layer(task).output_width)
+    num_bytes = cost.micro_batch(task).host.rows * cost.row_bytes(
+        cost.layer(task).attention.output_width
+    )
     return cost.rates.copy_s(task.resource, num_bytes)
 
 
@@ -582,7 +583,7 @@ def _post_s(cost: StepCost, task: Task) -> float:
     between = cost.work.after_attention_bytes(tokens)
     seconds += cost.rates.between_s(task.resource, between) + cost.all_reduce_s(tokens)
     # A gate of recurrent states reads the input of attention.
-    again = 1 if layer.state_bytes and layer.recent is None else 0
+    again = int(layer.attention.is_scan)
     return seconds + cost.mixing_s(task, tokens, factors=2, visits=STREAM_VISITS[1] + again)
 
 

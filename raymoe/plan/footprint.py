@@ -5,7 +5,8 @@ from raymoe.plan.placement import Placement
 from raymoe.plan.policy import Footprint, Policy
 from raymoe.plan.work import LayerWork, ModelWork
 from raymoe.schedule.program import NUM_RETURNED_SUMS
-from raymoe.specs.layers import KV_BLOCK_TOKENS, rows_at_once
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
+from raymoe.specs.layers import rows_at_once
 from raymoe.specs.model import ModelSpec, MoeSpec
 from raymoe.units import GIB, MIB
 
@@ -42,7 +43,7 @@ def device_footprint(model: ModelSpec, work: ModelWork, placement: Placement) ->
     head = _head_bytes(model, work)
     staged = STAGED_MICRO_BATCHES * placement.staged_blocks * _layer_block_bytes(work)
     if work.stages_states:
-        state_bytes = max(layer.state_bytes for layer in work.kinds)
+        state_bytes = max(layer.attention.state_bytes for layer in work.kinds)
         staged += STAGED_MICRO_BATCHES * placement.staged_rows * state_bytes
     activations = _routed(work, tokens) + ring + sums
     if is_resident:
@@ -165,7 +166,7 @@ def logit_bytes(model: ModelSpec) -> int:
 
 
 def _layer_block_bytes(work: ModelWork) -> int:
-    return KV_BLOCK_TOKENS * max(layer.kv_token_bytes for layer in work.kinds)
+    return KV_BLOCK_TOKENS * max(layer.attention.kv_token_bytes for layer in work.kinds)
 
 
 def _mixed_bytes(work: ModelWork) -> int:
@@ -189,7 +190,7 @@ def _intermediates(model: ModelSpec, work: ModelWork, tokens: int, groups: int) 
 
 def _selection_intermediates(work: ModelWork, tokens: int) -> int:
     """Bytes of the positions that tokens choose, and of what attends to them at once."""
-    chosen = max((layer.num_chosen or 0 for layer in work.kinds), default=0)
+    chosen = max((layer.attention.num_chosen or 0 for layer in work.kinds), default=0)
     return tokens * chosen * FLOAT_BYTES + SELECTION_BYTES if chosen else 0
 
 
@@ -198,7 +199,7 @@ def _state_intermediates(work: ModelWork, tokens: int) -> int:
 
     Chunks of long prompts come on top (`kernels.gpu_state`).
     """
-    layers = [layer for layer in work.kinds if layer.state_bytes]
+    layers = [layer.attention for layer in work.kinds if layer.attention.state is not None]
     if not layers:
         return 0
     element = work.bytes_per_element

@@ -11,7 +11,7 @@ from typing import Self
 
 from raymoe.plan.policy import Policy
 from raymoe.plan.work import Repeated, StepLoad, duplicates
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
 
 NEVER = sys.maxsize  # a step that no job reaches

@@ -39,7 +39,7 @@ def feed_forward(steps: StepModel, load: StepLoad) -> Operation:
 def attention(work: ModelWork, context: float) -> Operation:
     """Decode attention of one row with its KV on the host; a batch has the same intensity."""
     row = MicroBatchShape.decode(1, context).host
-    layers = [layer.attention(row) for layer in work.layers]
+    layers = [layer.attention.of(row) for layer in work.layers]
     read = sum(layer.read_bytes for layer in layers)
     return Operation(
         name=f"attention at {context:.0f} tokens",

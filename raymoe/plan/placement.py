@@ -27,15 +27,15 @@ from raymoe.schedule.builders import (
 from raymoe.schedule.graph import Op, Schedule
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import NUM_LAYER_SLOTS, StepForm
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.layer_weights import (
     PART_ALIGNMENT,
-    Shape,
     attention_weights,
     common_weights,
     expert_weights,
 )
-from raymoe.specs.layers import KV_BLOCK_TOKENS, MoeSpec, StatefulSpec
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weights import Weight
 from raymoe.units import UNLIMITED_BYTES, ceil_div
 
 PAGE_ALIGNMENT = 256
@@ -55,20 +55,20 @@ class LayerBytes(NamedTuple):
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int) -> Self:
         layer, hidden = model.layers[i], model.hidden_size
 
-        def count(weights: Iterable[tuple[str, Shape]]) -> int:
+        def count(weights: Iterable[Weight]) -> int:
             num_bytes = model.bytes_of(weights, bytes_per_element, i)
             return PART_ALIGNMENT * ceil_div(num_bytes, PART_ALIGNMENT)
 
         attention = count(attention_weights(layer, hidden))
         common = count(common_weights(layer, hidden))
-        has_states = isinstance(layer.attention, StatefulSpec)
-        if not isinstance(layer.ffn, MoeSpec):
+        has_states = layer.attention.has_state
+        if layer.moe is None:
             return cls(attention, 0, common, 1, has_states)
         return cls(
             attention=attention,
             shared=common,
-            expert=count(expert_weights(layer.ffn, hidden)),
-            num_experts=layer.ffn.num_experts,
+            expert=count(expert_weights(layer.moe, hidden)),
+            num_experts=layer.moe.num_experts,
             has_states=has_states,
         )
 

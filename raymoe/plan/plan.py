@@ -8,8 +8,8 @@ from raymoe.plan.step import StepModel
 from raymoe.plan.work import StepLoad
 from raymoe.schedule.graph import Resource
 from raymoe.schedule.timeline import Timeline, bound_by
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.workload import Workload
 from raymoe.units import format_bytes, format_seconds
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from raymoe.errors import ConfigError, InfeasiblePlanError
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.units import MIB, ceil_div, format_bytes
 
 # MoE-Lens, section 6.5, sends packets of about 100 MB so that small copies slip in between; at 12

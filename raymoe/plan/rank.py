@@ -13,6 +13,7 @@ from raymoe.plan.plan import Plan
 from raymoe.plan.prediction import Prediction
 from raymoe.plan.search import find_plan
 from raymoe.plan.work import ModelWork
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.files import read_own_json
 from raymoe.specs.hardware import (
     Curve,
@@ -21,7 +22,6 @@ from raymoe.specs.hardware import (
     HostCurves,
     find_hardware,
 )
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import OVERFLOWS_IN_FLOAT16, ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, TB, YEAR_S, ceil_div, format_bytes, format_seconds

@@ -38,8 +38,8 @@ from raymoe.plan.policy import (
 )
 from raymoe.plan.work import ModelWork
 from raymoe.schedule.builders import CPU_ATTENTION_FRACTIONS, MAX_MICRO_BATCHES, RING_SCHEDULES
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.hardware import HardwareSpec
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import ceil_div

@@ -10,14 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from raymoe.plan.work import (
-    STREAM_VISITS,
-    AttentionShape,
-    LayerWork,
-    Matrices,
-    MicroBatchShape,
-    ModelWork,
-)
+from raymoe.plan.work import STREAM_VISITS, LayerWork, Matrices, MicroBatchShape, ModelWork
+from raymoe.specs.attention.work import AttentionShape, AttentionWork
 
 
 class OperationKind(StrEnum):
@@ -93,13 +87,14 @@ def _layer_work(
         mixers = Work(3 * tokens * layer.mixers.parameters, layer.mixers.num_bytes)
         projections = _sum(projections, mixers)
     yield OperationKind.PROJECTIONS, projections
-    if layer.state_bytes and layer.recent is None:
+    if layer.attention.is_scan:
         states = Work(
-            shape.host.rows * layer.state_flop, 2 * shape.host.decode_rows * layer.state_bytes
+            shape.host.rows * layer.attention.token_flop,
+            2 * shape.host.decode_rows * layer.attention.state_bytes,
         )
         yield OperationKind.STATES, states
     else:
-        yield OperationKind.ATTENTION, _attention(layer, shape.host)
+        yield OperationKind.ATTENTION, _attention(layer.attention, shape.host)
     if layer.num_experts:
         yield OperationKind.ROUTER, _product(tokens, layer.router)
         flop = 2 * tokens * layer.top_k * layer.expert.parameters
@@ -121,16 +116,15 @@ def _sum(one: Work, other: Work) -> Work:
     return Work(one.flop + other.flop, one.num_bytes + other.num_bytes)
 
 
-def _attention(layer: LayerWork, share: AttentionShape) -> Work:
+def _attention(work: AttentionWork, share: AttentionShape) -> Work:
     """To attend within the window or to chosen tokens, and to choose these."""
-    attended = share.within(layer.window)
-    if layer.num_chosen is None or share.within(layer.num_chosen) == share:
-        found = layer.attention(attended)
+    choice = work.choice
+    if choice is None or (attended := share.within(choice.num_chosen)) == share:
+        found = work.of(share.within(work.window))
         return Work(found.flop, found.read_bytes + found.appended_bytes)
-    attended = share.within(layer.num_chosen)
-    found = layer.when_choosing.attention(attended)
+    found = work.when_choosing.of(attended)
     unread = share.context_tokens - attended.context_tokens
     return Work(
-        found.flop + layer.index_pair_flop * (share.pairs + share.prompt_pairs),
-        found.read_bytes + found.appended_bytes + layer.index_token_bytes * unread,
+        found.flop + choice.pair_flop * (share.pairs + share.prompt_pairs),
+        found.read_bytes + found.appended_bytes + choice.token_bytes * unread,
     )

@@ -9,63 +9,26 @@ Assumptions:
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
 from typing import NamedTuple, Self
 
 from raymoe.errors import ConfigError
+from raymoe.specs.attention.ngrams import TABLE_BYTES
+from raymoe.specs.attention.work import AttentionShape, AttentionWork, ElementBytes
 from raymoe.specs.layer_weights import (
     EMBEDDING,
-    GROUPED_OUTPUT,
     HEAD,
-    INDEXER,
-    KV_UP,
-    LATENT_IN,
-    MIXERS,
-    OUTPUT,
-    OUTPUT_GATE,
-    POSITION_BIAS,
-    RECURRENT,
-    ROUTER,
-    Shape,
     attention_weights,
     common_weights,
     expert_weights,
-    num_elements,
-)
-from raymoe.specs.layers import (
-    TABLE_BYTES,
-    AnyAttentionSpec,
-    AttentionSpec,
-    CompressedAttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MoeSpec,
-    PooledIndexerSpec,
-    RecurrentSpec,
-    StatefulSpec,
 )
 from raymoe.specs.model import ModelSpec
-from raymoe.specs.weight_format import KV_ITEM_BYTES, KV_SCALE_BYTES
+from raymoe.specs.weights import Weight, num_elements
 from raymoe.specs.workload import Workload
-
-Weights = Iterable[tuple[str, Shape]]
-
-_READERS = (
-    (OUTPUT, "post"),
-    (OUTPUT_GATE, "post"),
-    (GROUPED_OUTPUT, "post"),
-    (ROUTER, "router"),
-    (KV_UP, "up_project"),
-    (POSITION_BIAS, "added"),
-    *((f"{INDEXER}{name}_bias", "added") for name in ("position", "pool")),
-    (LATENT_IN, "post"),
-    *((f"{RECURRENT}{name}_proj", "post") for name in ("g", "g_a", "g_b", "o")),
-    *((name, "mixers") for name in MIXERS),
-)
 
 
 class Matrices(NamedTuple):
@@ -84,49 +47,6 @@ class Matrices(NamedTuple):
 STREAM_VISITS = (2, 5, 2)
 
 
-class RecentRows(NamedTuple):
-    """Last rows of a sequence, which a layer's state has and attention reads besides KV.
-
-    Attributes:
-        window: How many there are at most.
-        pair_flop: Operations per pair of a token and a row that it sees.
-        row_bytes: Bytes of a row.
-        pooled_bytes: What entries are made of: bytes of a new token.
-        sum_bytes: Bytes of open windows in the state, which a decoding token reads and writes.
-    """
-
-    window: int
-    pair_flop: int
-    row_bytes: int
-    pooled_bytes: int
-    sum_bytes: int
-
-    @classmethod
-    def of(cls, attention: AnyAttentionSpec, bytes_per_element: int) -> Self | None:
-        if not isinstance(attention, CompressedAttentionSpec):
-            return None
-        return cls(
-            window=attention.sliding_window,
-            pair_flop=attention.row_flop,
-            row_bytes=bytes_per_element * attention.head_dim,
-            pooled_bytes=bytes_per_element * 2 * attention.summed_width,
-            sum_bytes=attention.sum_bytes,
-        )
-
-
-class AttentionWork(NamedTuple):
-    """Operations of decoding and of prompt tokens, and bytes read and appended."""
-
-    decode_flop: float
-    prompt_flop: float
-    read_bytes: float
-    appended_bytes: float  # read and written
-
-    @property
-    def flop(self) -> float:
-        return self.decode_flop + self.prompt_flop
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     pre: Matrices
@@ -136,49 +56,31 @@ class LayerWork:
     common: Matrices
     num_experts: int
     top_k: int
-    pair_flop: int  # per pair of a decoding token and a context token, all heads
-    prefill_pair_flop: int  # per pair of a prompt token and a context token, all heads
-    kv_token_bytes: int
-    query_width: int  # elements of a decoding token's queries
-    output_width: int
-    token_sizes: tuple[int, ...]  # elements of attention's buffers per token (`TokenShapes.sizes`)
     expert_input: int  # elements that an expert reads and writes, of the hidden state or its latent
     expert_hidden: int  # outputs of an expert's first projections; 0 in a dense layer
     common_hidden: int  # those of the dense network or the shared expert
     # Matrices of which the factors of streams come, around attention and around the network. Those
     # of attention are computed for its input and again to add its result.
     mixers: Matrices
-    window: int | None = None  # tokens that a token attends to at most; None for all
-    # Of a layer that attends to chosen tokens: how many at most, operations to score a pair of a
-    # token and one of its context, and bytes of an index key, which are part of `kv_token_bytes`.
-    # A layer that takes the choice of another scores nothing.
-    num_chosen: int | None = None
-    index_pair_flop: int = 0
-    index_token_bytes: int = 0
-    copies_chosen: bool = True  # whether cores copy what a decoding token chose before they attend
-    # Of a layer that keeps a state: its bytes per sequence, and operations per token.
-    state_bytes: int = 0
-    state_flop: int = 0
-    recent: RecentRows | None = None  # None: every token reads and writes the whole state
+    attention: AttentionWork
 
     @classmethod
     def of(cls, model: ModelSpec, i: int, bytes_per_element: int, kv_element_bytes: int) -> Self:
         layer, hidden = model.layers[i], model.hidden_size
 
-        def count(weights: Weights) -> Matrices:
-            matrices = [(name, shape) for name, shape in weights if len(shape) > 1]
+        def count(weights: Iterable[Weight]) -> Matrices:
+            matrices = [weight for weight in weights if len(weight.shape) > 1]
             num_bytes = model.bytes_of(matrices, bytes_per_element, i)
             return Matrices(num_elements(matrices), num_bytes)
 
-        parts = {part: count(weights) for part, weights in _by_reader(layer, hidden).items()}
-        attention, moe = layer.attention, layer.ffn if isinstance(layer.ffn, MoeSpec) else None
-        if isinstance(attention, LatentAttentionSpec):
-            keys, values = attention.nope_head_dim, attention.value_head_dim
-            parts["pre"] = parts["pre"].plus(parts["up_project"].share(keys, keys + values))
-            parts["post"] = parts["post"].plus(parts["up_project"].share(values, keys + values))
-        selection = _selection(attention)
-        state = attention if isinstance(attention, StatefulSpec) else None
-        pair_flop, prefill_pair_flop = _pair_flop(attention)
+        parts: dict[str, Matrices] = defaultdict(Matrices)
+        for weight in attention_weights(layer, hidden):
+            both, before = count([weight]), weight.rows_before
+            if before:  # the rest is for what `reader` says
+                parts["pre"] = parts["pre"].plus(both.share(before, weight.shape[0]))
+                both = both.share(weight.shape[0] - before, weight.shape[0])
+            parts[weight.reader] = parts[weight.reader].plus(both)
+        moe = layer.moe
         return cls(
             pre=parts["pre"],
             post=parts["post"],
@@ -187,50 +89,12 @@ class LayerWork:
             common=count(common_weights(layer, hidden)),
             num_experts=moe.num_experts if moe else 0,
             top_k=moe.top_k if moe else 0,
-            pair_flop=pair_flop,
-            prefill_pair_flop=prefill_pair_flop,
-            kv_token_bytes=_kv_token_bytes(attention, kv_element_bytes),
-            query_width=attention.query_width,
-            output_width=attention.output_width,
-            token_sizes=attention.token_shapes.sizes,
             expert_input=moe.input_size(hidden) if moe else hidden,
             expert_hidden=moe.expert_hidden if moe else 0,
-            common_hidden=_common_hidden(layer),
+            common_hidden=layer.ffn.common_hidden,
             mixers=parts["mixers"],
-            window=_window(attention),
-            num_chosen=selection.num_chosen,
-            index_pair_flop=selection.pair_flop,
-            index_token_bytes=selection.read_width * kv_element_bytes,
-            copies_chosen=selection.copies,
-            state_bytes=0 if state is None else state.state_bytes(bytes_per_element),
-            state_flop=0 if state is None else state.token_flop,
-            recent=RecentRows.of(attention, bytes_per_element),
+            attention=layer.attention.work(ElementBytes(bytes_per_element, kv_element_bytes)),
         )
-
-    @property
-    def when_choosing(self) -> Self:
-        """The layer in long contexts: prompts use the absorbed form as well."""
-        return replace(self, prefill_pair_flop=self.pair_flop)
-
-    def attention(self, share: "AttentionShape") -> AttentionWork:
-        """What to attend to KV, and to recent rows, takes; `share` is within the window."""
-        decode_flop = float(self.pair_flop * share.pairs)
-        prompt_flop = float(self.prefill_pair_flop * share.prompt_pairs)
-        read = self.kv_token_bytes * share.context_tokens
-        appended = 2 * self.kv_token_bytes * share.rows
-        if (recent := self.recent) is not None:
-            near = share.within(recent.window)
-            decode_flop += recent.pair_flop * near.pairs
-            prompt_flop += recent.pair_flop * near.prompt_pairs
-            read += recent.row_bytes * near.context_tokens
-            appended += (2 * recent.row_bytes + recent.pooled_bytes) * share.rows
-            appended += 2 * recent.sum_bytes * share.decode_rows
-        return AttentionWork(decode_flop, prompt_flop, read, appended)
-
-    @property
-    def updated_bytes(self) -> int:
-        """Bytes of a sequence's state that a decoding token reads and writes."""
-        return self.state_bytes if self.recent is None else self.recent.sum_bytes
 
     @property
     def attention_parameters(self) -> int:
@@ -293,7 +157,7 @@ class ModelWork:
             table_bytes=model.table_bytes,
             ngram_bytes=sum(each.width * TABLE_BYTES[each.dtype] for each in tables),
             stream_factors=0 if streams is None else streams.num_factors,
-            head=Matrices(prod(shape), model.bytes_of([(head, shape)], bytes_per_element)),
+            head=Matrices(prod(shape), model.bytes_of([Weight(head, shape)], bytes_per_element)),
             bytes_per_element=bytes_per_element,
             num_ranks=model.num_shards,
             window=model.cache_window,
@@ -317,7 +181,7 @@ class ModelWork:
             2 * (layer.attention_parameters + layer.router_parameters)
             + 3 * layer.mixers.parameters  # three products with a half of them
             + layer.ffn_token_flop
-            + layer.state_flop
+            + layer.attention.token_flop
             for layer in self.layers
         )
 
@@ -328,44 +192,48 @@ class ModelWork:
     @property
     def pair_flop(self) -> int:
         """Operations per pair of a decoding token and a context token, all layers."""
-        return sum(layer.pair_flop for layer in self.layers)
+        return sum(layer.attention.pair_flop for layer in self.layers)
 
     @property
     def prefill_pair_flop(self) -> int:
-        return sum(layer.prefill_pair_flop for layer in self.layers)
+        return sum(layer.attention.prompt_pair_flop for layer in self.layers)
 
     @cached_property
     def around_attention_bytes(self) -> int:
         """Bytes per token of buffers around attention that fit every layer."""
-        by_buffer = zip(*(layer.token_sizes for layer in self.kinds), strict=True)
+        by_buffer = zip(*(layer.attention.token_sizes for layer in self.kinds), strict=True)
         elements: int = sum(max(sizes) for sizes in by_buffer)
         return self.bytes_per_element * elements
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        return sum(layer.kv_token_bytes for layer in self.layers)
+        return sum(layer.attention.kv_token_bytes for layer in self.layers)
 
     @cached_property
     def windowed_token_bytes(self) -> int:
         """KV of a token in layers that keep no more than `window` of them."""
         if self.window is None:
             return 0
-        return sum(layer.kv_token_bytes for layer in self.layers if layer.window is not None)
+        return sum(
+            layer.attention.kv_token_bytes
+            for layer in self.layers
+            if layer.attention.window is not None
+        )
 
     @cached_property
     def state_bytes(self) -> int:
         """Bytes that a sequence of any length keeps in layers with states."""
-        return sum(layer.state_bytes for layer in self.layers)
+        return sum(layer.attention.state_bytes for layer in self.layers)
 
     @cached_property
     def stages_states(self) -> bool:
         """Whether states of rows that attend on the device are copied there beside their KV."""
-        return any(layer.recent is not None for layer in self.layers)
+        return any(layer.attention.recent is not None for layer in self.layers)
 
     @cached_property
     def updated_bytes(self) -> int:
         """Bytes of a sequence's states that a decoding token reads and writes."""
-        return sum(layer.updated_bytes for layer in self.layers)
+        return sum(layer.attention.updated_bytes for layer in self.layers)
 
     @property
     def all_weight_bytes(self) -> float:
@@ -404,138 +272,6 @@ class ModelWork:
     def mixing_bytes(self, tokens: float, visits: int) -> float:
         """Bytes of all streams of the hidden state, read or written so many times."""
         return visits * tokens * self.row_bytes(self.residual_size)
-
-
-def _common_hidden(layer: LayerSpec) -> int:
-    ffn = layer.ffn
-    if isinstance(ffn, DenseSpec):
-        return ffn.hidden
-    return 0 if ffn.shared is None else ffn.shared.hidden
-
-
-class Selection(NamedTuple):
-    """What a layer that attends to chosen tokens does for it, as in `LayerWork`."""
-
-    num_chosen: int | None = None
-    pair_flop: int = 0
-    read_width: int = 0
-    copies: bool = False
-
-
-def _selection(attention: AnyAttentionSpec) -> Selection:
-    if isinstance(attention, LatentAttentionSpec) and attention.indexer is not None:
-        indexer = attention.indexer
-        return Selection(indexer.num_seen, indexer.pair_flop, indexer.read_width, copies=True)
-    if isinstance(attention, AttentionSpec) and attention.blocks is not None:
-        blocks, copies = attention.blocks, isinstance(attention.blocks, PooledIndexerSpec)
-        return Selection(blocks.num_seen, blocks.pair_flop, blocks.read_width, copies)
-    if isinstance(attention, CompressedAttentionSpec) and attention.indexer is not None:
-        ratio, entries = attention.ratio or 1, attention.indexer
-        flop = 2 * entries.num_heads * entries.head_dim // ratio
-        return Selection(attention.num_seen, flop, ceil(entries.head_dim / ratio))
-    return Selection()
-
-
-def _pair_flop(attention: AnyAttentionSpec) -> tuple[int, int]:
-    """Operations per pair of a token and an earlier one, in decode and in prompts."""
-    if isinstance(attention, RecurrentSpec):
-        return 0, 0
-    if isinstance(attention, CompressedAttentionSpec):
-        return attention.pair_flop, attention.pair_flop
-    return 2 * (attention.query_width + attention.output_width), 2 * attention.prompt_width
-
-
-def _kv_token_bytes(attention: AnyAttentionSpec, element_bytes: int) -> int:
-    """Bytes of a token in the KV cache; elements of one byte have a factor for each head."""
-    scales = 0
-    if element_bytes == KV_ITEM_BYTES["int8"] and isinstance(attention, AttentionSpec):
-        scales = 2 * attention.num_kv_heads
-    return attention.cache_width * element_bytes + scales * KV_SCALE_BYTES
-
-
-def _window(attention: AnyAttentionSpec) -> int | None:
-    """Tokens that a token attends to at most: those of its window or of its chunk."""
-    if not isinstance(attention, AttentionSpec):
-        return None
-    return attention.sliding_window or attention.chunk_tokens
-
-
-def _by_reader(layer: LayerSpec, hidden_size: int) -> dict[str, list[tuple[str, Shape]]]:
-    """Weights of the attention part by reader; a latent's up-projection has two readers."""
-    parts: dict[str, list[tuple[str, Shape]]] = {
-        "pre": [],
-        "post": [],
-        "router": [],
-        "up_project": [],
-        "mixers": [],
-        "added": [],
-    }
-    for name, shape in attention_weights(layer, hidden_size):
-        reader = next((part for prefix, part in _READERS if name.startswith(prefix)), "pre")
-        parts[reader].append((name, shape))
-    return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """Attention on one side, host or device; means may be fractions."""
-
-    rows: float = 0.0  # new tokens, whose KV is appended and which attend
-    decode_rows: float = 0.0  # decoding tokens among `rows`
-    pairs: float = 0.0  # pairs of a decoding token and a token it attends to
-    prompt_pairs: float = 0.0  # pairs of a prompt token and a token it attends to
-    context_tokens: float = 0.0  # tokens whose KV is read, summed over sequences, new ones included
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "decode_rows", "pairs", "prompt_pairs", "context_tokens"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"AttentionShape.{name} is {value!r}; it must not be negative")
-        if self.context_tokens < self.rows:
-            raise ConfigError(
-                f"AttentionShape.context_tokens is {self.context_tokens!r}, fewer than the "
-                f"{self.rows!r} new tokens that it includes"
-            )
-
-    @property
-    def past_tokens(self) -> float:
-        return self.context_tokens - self.rows
-
-    @property
-    def of_decoding(self) -> "AttentionShape":
-        """The decoding tokens alone, each of which attends to all of its context."""
-        return AttentionShape(
-            rows=self.decode_rows,
-            decode_rows=self.decode_rows,
-            pairs=self.pairs,
-            context_tokens=self.pairs,
-        )
-
-    def within(self, window: int | None) -> "AttentionShape":
-        """The same attention with a sliding window; prompts are taken from their start."""
-        if window is None:
-            return self
-        unseen = max(0.0, self.pairs - window * self.decode_rows)
-        prompt_pairs, prompt_rows = self.prompt_pairs, self.rows - self.decode_rows
-        if prompt_rows:
-            length = 2 * prompt_pairs / prompt_rows - 1  # a token sees half of its prompt
-            if length > window:
-                prompt_pairs = prompt_rows * (window - window * (window - 1) / (2 * length))
-        return replace(
-            self,
-            pairs=self.pairs - unseen,
-            prompt_pairs=prompt_pairs,
-            context_tokens=self.context_tokens - unseen,
-        )
-
-    def __add__(self, other: "AttentionShape") -> "AttentionShape":
-        return AttentionShape(
-            rows=self.rows + other.rows,
-            decode_rows=self.decode_rows + other.decode_rows,
-            pairs=self.pairs + other.pairs,
-            prompt_pairs=self.prompt_pairs + other.prompt_pairs,
-            context_tokens=self.context_tokens + other.context_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
 from raymoe.specs.adapter_config import AdapterConfig
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, Shape
+from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.other_formats import ADAPTER_WEIGHTS, MERGE_ADAPTER
 from raymoe.specs.weight_names import Location, StoredTensors, unquantised_tensors
+from raymoe.specs.weights import Shape
 
 PREFIX = "base_model.model."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")

@@ -4,17 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.attention.compressed import CompressedAttentionSpec, EntryIndexerSpec
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS, AttentionKind
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import BY_TOKEN, COMPRESSED, OVERLAPPING, SCORED
 from raymoe.specs.families.rules import EntryIndexerRule
 from raymoe.specs.files import integer
-from raymoe.specs.layers import (
-    KV_BLOCK_TOKENS,
-    AnyAttentionSpec,
-    CompressedAttentionSpec,
-    EntryIndexerSpec,
-    RouterSpec,
-)
+from raymoe.specs.layers import RouterSpec
 from raymoe.specs.rope import SLIDING, RopeSpec
 
 MAX_WINDOW = 4096  # rows that every sequence keeps; 32 times the published value
@@ -24,7 +20,7 @@ MAIN_ROPE, COMPRESSED_ROPE = "main", "compress"  # names of parameters
 def parse_compressed(
     fields: ConfigFields,
     num_layers: int,
-    parse_rope: Callable[[str, AnyAttentionSpec], RopeSpec],
+    parse_rope: Callable[[str, AttentionKind], RopeSpec],
 ) -> Sequence[tuple[CompressedAttentionSpec, RopeSpec]] | None:
     """Attention and rotation of each layer; None in other families."""
     if fields.family.compressed is None:

@@ -4,16 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from raymoe.errors import UnsupportedModelError
+from raymoe.specs.attention.grouped import AttentionSpec, BlockIndexerSpec, PooledIndexerSpec
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
+from raymoe.specs.attention.latent import IndexerSpec, LatentAttentionSpec
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.rules import PooledIndexerRule, SharingRule
-from raymoe.specs.layers import (
-    KV_BLOCK_TOKENS,
-    AttentionSpec,
-    BlockIndexerSpec,
-    IndexerSpec,
-    LatentAttentionSpec,
-    PooledIndexerSpec,
-)
 from raymoe.specs.rope import RopeSpec
 
 FULL, SHARED = "full", "shared"

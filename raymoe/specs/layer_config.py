@@ -7,6 +7,10 @@ from math import exp
 from typing import TypeVar
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.attention.grouped import AttentionSpec, PooledIndexerSpec
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS, AttentionKind, OutputGate, Temperature
+from raymoe.specs.attention.latent import IndexerSpec, LatentAttentionSpec
+from raymoe.specs.attention.recurrent import RecurrentSpec
 from raymoe.specs.compressed_config import parse_compressed, router_of_layer
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import DENSE, SPARSE
@@ -21,30 +25,19 @@ from raymoe.specs.families.rules import (
 from raymoe.specs.files import MAX_LAYERS, MAX_NUMBER, integer
 from raymoe.specs.indexer_config import block_indexers, check_pooled_rope, layer_indexers
 from raymoe.specs.layers import (
-    KV_BLOCK_TOKENS,
-    AnyAttentionSpec,
-    AnyStreamsSpec,
-    AttentionSpec,
     ClampSpec,
     DenseSpec,
-    GatedStreamsSpec,
-    IndexerSpec,
-    LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
     NormLayout,
-    OutputGate,
-    PooledIndexerSpec,
-    RecurrentSpec,
     RouterSpec,
     SharedSpec,
-    StreamsSpec,
-    Temperature,
 )
 from raymoe.specs.rope import SLIDING, RopeSpec
+from raymoe.specs.streams import AnyStreamsSpec, GatedStreamsSpec, StreamsSpec
 
 # By the type of a layer, and its attention.
-ParseRope = Callable[[str, AnyAttentionSpec], RopeSpec]
+ParseRope = Callable[[str, AttentionKind], RopeSpec]
 _T = TypeVar("_T")
 
 
@@ -215,7 +208,7 @@ def parse_layers(
     bare = frozenset() if name is None else fields.integers(name)
     layers = []
     for i, (window, is_sparse, num_heads) in enumerate(zip(windows, sparse, heads, strict=True)):
-        own: AnyAttentionSpec = attention
+        own: AttentionKind = attention
         rope = None
         if states is not None and states[i]:
             assert recurrent is not None, "its family has such layers"
@@ -579,7 +572,7 @@ class _Ropes:
         self,
         i: int,
         window: int | None,
-        attention: AnyAttentionSpec,
+        attention: AttentionKind,
         *,
         is_sparse: bool,
     ) -> RopeSpec | None:
@@ -600,7 +593,7 @@ class _Ropes:
         )
 
     def _common(
-        self, window: int | None, attention: AnyAttentionSpec, *, is_sparse: bool
+        self, window: int | None, attention: AttentionKind, *, is_sparse: bool
     ) -> RopeSpec | None:
         if window is not None:
             return self._of_type(SLIDING, attention)

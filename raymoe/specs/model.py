@@ -1,7 +1,7 @@
 """A model's computation and weight storage, as pure data."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Self
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.attention.compressed import GROUPED_OUTPUT
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import INDEXER, AttentionKind
+from raymoe.specs.attention.latent import KV_UP, LatentAttentionSpec
+from raymoe.specs.attention.ngrams import NGRAM_TABLE
+from raymoe.specs.attention.recurrent import RecurrentSpec
 from raymoe.specs.class_defaults import ClassDefaults, class_defaults
 from raymoe.specs.config import (
     ConfigFields,
@@ -30,42 +36,31 @@ from raymoe.specs.layer_config import (
     parse_streams,
 )
 from raymoe.specs.layer_weights import (
-    GROUPED_OUTPUT,
-    INDEXER,
-    KV_UP,
     LAYER_NUMBER,
-    NGRAM_TABLE,
-    Shape,
     attention_weights,
     common_weights,
     expert_parameters,
     expert_weights,
     layer_parameters,
     layer_prefix,
-    num_elements,
     outer_weights,
 )
 from raymoe.specs.layers import (
-    AnyAttentionSpec,
-    AnyStreamsSpec,
-    AttentionSpec,
     ClampSpec,
-    CompressedAttentionSpec,
     DenseSpec,
-    LatentAttentionSpec,
     LayerSpec,
     MoeSpec,
     NormKind,
-    RecurrentSpec,
     RouterSpec,
     SharedSpec,
-    StatefulSpec,
 )
 from raymoe.specs.module_patterns import name_or_expression
 from raymoe.specs.ngram_config import ngram_layers
 from raymoe.specs.quantization import Quantization, parse_quantization
 from raymoe.specs.rope import RopeSpec, parse_rope
+from raymoe.specs.streams import AnyStreamsSpec
 from raymoe.specs.weight_format import PLAIN_FORMATS, Fp8Block, Int8Channel, WeightFormat
+from raymoe.specs.weights import Shape, Weight, num_elements, shapes
 
 __all__ = [
     "OVERFLOWS_IN_FLOAT16",
@@ -190,7 +185,7 @@ class ModelSpec:
     @property
     def has_states(self) -> bool:
         """Whether some layers keep a state per sequence, instead of a KV cache or beside it."""
-        return any(isinstance(layer.attention, StatefulSpec) for layer in self.layers)
+        return any(layer.attention.has_state for layer in self.layers)
 
     @property
     def cache_window(self) -> int | None:
@@ -199,7 +194,7 @@ class ModelSpec:
         That of the longest window, and at least 2, so that a sequence keeps its last block. A model
         of which every layer has a window keeps all tokens, as does one with states.
         """
-        windows = [layer.sliding_window for layer in self.layers]
+        windows = [layer.attention.cache_window for layer in self.layers]
         if None not in windows or self.has_states:
             return None
         return max((max(2, window) for window in windows if window is not None), default=None)
@@ -208,22 +203,18 @@ class ModelSpec:
     def has_states_beside_kv(self) -> bool:
         """Whether some layers keep a state and KV at once."""
         attentions = [layer.attention for layer in self.layers]
-        return any(isinstance(one, StatefulSpec) and one.cache_width for one in attentions)
+        return any(each.has_state and each.cache_width for each in attentions)
 
     @property
     def has_latent_experts(self) -> bool:
         """Whether experts read a latent of the hidden state; then all layers with experts do."""
-        return any(
-            isinstance(layer.ffn, MoeSpec) and layer.ffn.latent_size for layer in self.layers
-        )
+        return any(layer.moe is not None and layer.moe.latent_size for layer in self.layers)
 
     @property
     def expert_input_size(self) -> int:
         """Width of what experts read and write; the hidden size if there are none."""
         sizes = (
-            layer.ffn.input_size(self.hidden_size)
-            for layer in self.layers
-            if isinstance(layer.ffn, MoeSpec)
+            layer.moe.input_size(self.hidden_size) for layer in self.layers if layer.moe is not None
         )
         return max(sizes, default=self.hidden_size)
 
@@ -240,7 +231,7 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Elements of all weights; tied embeddings count once."""
         layers = sum(layer_parameters(layer, self.hidden_size) for layer in self.layers)
-        return layers + num_elements(self.outer_weights().items())
+        return layers + num_elements(self._outer_weights())
 
     @property
     def num_active_parameters(self) -> int:
@@ -249,9 +240,9 @@ class ModelSpec:
         for layer in self.layers:
             if layer.ngrams is not None:
                 idle += layer.ngrams.num_rows * layer.ngrams.row_width - layer.ngrams.width
-            if isinstance(layer.ffn, MoeSpec):
-                num_idle = layer.ffn.num_experts - layer.ffn.top_k
-                idle += num_idle * expert_parameters(layer.ffn, self.hidden_size)
+            if layer.moe is not None:
+                num_idle = layer.moe.num_experts - layer.moe.top_k
+                idle += num_idle * expert_parameters(layer.moe, self.hidden_size)
         return self.num_parameters - idle
 
     @property
@@ -265,22 +256,22 @@ class ModelSpec:
 
         Without `table_bytes`, of which a step reads a few rows.
         """
-        total = self.bytes_of(self.outer_weights().items(), bytes_per_element)
+        total = self.bytes_of(self._outer_weights(), bytes_per_element)
         for i, layer in enumerate(self.layers):
             total += self.bytes_of(attention_weights(layer, self.hidden_size), bytes_per_element, i)
             total += self.bytes_of(common_weights(layer, self.hidden_size), bytes_per_element, i)
-            if isinstance(layer.ffn, MoeSpec):
-                expert = expert_weights(layer.ffn, self.hidden_size)
-                total += layer.ffn.num_experts * self.bytes_of(expert, bytes_per_element, i)
+            if layer.moe is not None:
+                expert = expert_weights(layer.moe, self.hidden_size)
+                total += layer.moe.num_experts * self.bytes_of(expert, bytes_per_element, i)
         return total
 
     def bytes_of(
-        self, weights: Iterable[tuple[str, Shape]], bytes_per_element: int, layer: int | None = None
+        self, weights: Iterable[Weight], bytes_per_element: int, layer: int | None = None
     ) -> int:
         """Bytes of these weights, as `weight_bytes`; names lack the prefix of `layer`."""
         prefix = "" if layer is None else layer_prefix(layer)
         total = 0
-        for name, shape in weights:
+        for name, shape, *_ in weights:
             stored = self.format_of(prefix + name, shape)
             if stored is None:
                 total += prod(shape) * bytes_per_element
@@ -364,35 +355,28 @@ class ModelSpec:
         """This model with states of another type in memory; one without states stays."""
         if not self.has_states:
             return self
-        layers = tuple(
-            replace(layer, attention=replace(layer.attention, state_dtype=state_dtype))
-            if isinstance(layer.attention, RecurrentSpec)
-            else layer
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        return self._with_attention(lambda each: each.with_state_dtype(state_dtype))
 
     def with_table_dtype(self, dtype: str | None) -> Self:
         """This model with tables of n-grams of this type; None leaves them."""
         if dtype is None or not self.num_past_tokens:
             return self
-        layers = []
-        for layer in self.layers:
-            attention = layer.attention
-            if isinstance(attention, RecurrentSpec) and attention.ngrams is not None:
-                ngrams = replace(attention.ngrams, dtype=dtype)
-                layer = replace(layer, attention=replace(attention, ngrams=ngrams))  # noqa: PLW2901
-            layers.append(layer)
-        return replace(self, layers=tuple(layers))
+        return self._with_attention(lambda each: each.with_table_dtype(dtype))
+
+    def _with_attention(self, change: Callable[[AttentionKind], AttentionKind]) -> Self:
+        layers = tuple(replace(layer, attention=change(layer.attention)) for layer in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
 
     def within(self, max_model_len: int | None) -> Self:
         """This model for sequences of at most so many tokens: without indexers that choose all."""
         length = min(self.max_model_len, max_model_len or self.max_model_len)
-        layers = tuple(_within(layer, length) for layer in self.layers)
-        return self if layers == self.layers else replace(self, layers=layers)
+        return self._with_attention(lambda each: each.within(length))
 
     def outer_weights(self) -> dict[str, Shape]:
-        weights = outer_weights(
+        return shapes(self._outer_weights())
+
+    def _outer_weights(self) -> Iterator[Weight]:
+        return outer_weights(
             self.vocab_size,
             self.hidden_size,
             head_rows=0 if self.tie_word_embeddings else self.head_shape[0],
@@ -400,14 +384,11 @@ class ModelSpec:
             has_norm_bias=self.has_norm_bias,
             streams=self.streams,
         )
-        return dict(weights)
 
     def check_int8_kv(self) -> None:
         """Raise `ConfigError` where some layer's KV cannot be int8."""
         for i, layer in enumerate(self.layers):
-            attention = layer.attention
-            is_grouped = isinstance(attention, AttentionSpec) and attention.blocks is None
-            if attention.cache_width and not is_grouped:
+            if not layer.attention.takes_int8_kv:
                 raise ConfigError(
                     "kv_dtype is 'int8', which only plain keys and values of grouped-query "
                     f"attention can have; layer {i} keeps latents, index keys or entries: leave "
@@ -419,10 +400,7 @@ class ModelSpec:
 
     def state_bytes(self, bytes_per_element: int) -> int:
         """Bytes that a sequence of any length keeps in layers with a state."""
-        stateful = [
-            layer.attention for layer in self.layers if isinstance(layer.attention, StatefulSpec)
-        ]
-        return sum(one.state_bytes(bytes_per_element) for one in stateful)
+        return sum(layer.attention.state_bytes(bytes_per_element) for layer in self.layers)
 
     @classmethod
     def from_config(
@@ -511,23 +489,6 @@ def _parse_layers(
     return tuple(layer for pair in pairs for layer in pair if layer is not None)
 
 
-def _within(layer: LayerSpec, length: int) -> LayerSpec:
-    attention = layer.attention
-    if isinstance(attention, AttentionSpec) and attention.blocks is not None:
-        if attention.blocks.num_seen >= length:
-            attention = replace(attention, blocks=None)
-        return replace(layer, attention=attention)
-    if isinstance(attention, CompressedAttentionSpec) and attention.num_seen is not None:
-        if attention.num_seen >= length:
-            attention = replace(attention, indexer=None)
-        return replace(layer, attention=attention)
-    if not isinstance(attention, LatentAttentionSpec) or attention.indexer is None:
-        return layer
-    if attention.indexer.num_seen < length:
-        return layer
-    return replace(layer, attention=replace(attention, indexer=None))
-
-
 def _quantization(fields: ConfigFields, config: Mapping[str, object]) -> Quantization | None:
     family = fields.family
     found = parse_quantization(
@@ -563,7 +524,7 @@ def _rope(
     fields: ConfigFields,
     defaults: ClassDefaults,
     layer_type: str,
-    attention: AnyAttentionSpec,
+    attention: AttentionKind,
 ) -> RopeSpec:
     rule, head_dim = fields.family.rope, attention.rotated_head_dim
     if rule.is_part_of_head and isinstance(attention, LatentAttentionSpec):

@@ -5,19 +5,12 @@ from functools import lru_cache
 from math import isqrt
 
 from raymoe.errors import ConfigError, UnsupportedModelError
+from raymoe.specs.attention.ngrams import MAX_TABLE_TENSORS, TABLE_BYTES, NgramLayerSpec, NgramSpec
 from raymoe.specs.config import ConfigFields
 from raymoe.specs.families.published import LINEAR
 from raymoe.specs.families.rules import NgramRule
-from raymoe.specs.layer_weights import MAX_TABLE_TENSORS
-from raymoe.specs.layers import (
-    TABLE_BYTES,
-    AnyStreamsSpec,
-    DenseSpec,
-    LayerSpec,
-    NgramSpec,
-    NormLayout,
-    RecurrentSpec,
-)
+from raymoe.specs.layers import DenseSpec, LayerSpec, NormLayout
+from raymoe.specs.streams import AnyStreamsSpec
 
 MAX_TAPS = 16  # of a convolution, as in native/include/raymoe/state.h
 MAX_TOKENS, MAX_HASHES = 8, 128  # of an n-gram, and of each length: over twice the published values
@@ -72,16 +65,12 @@ def _layer(
             f"{MAX_TAPS}"
         )
     width = streams.count * fields.positive("hidden_size")
-    attention = RecurrentSpec(
-        kind="ngrams",
-        num_key_heads=1,
-        num_heads=1,
-        key_dim=0,
-        value_dim=width,
-        conv_width=conv_width,
-        conv_dilation=longest,
-        norm_eps=fields.number_or(fields.family.norm_eps),
+    attention = NgramLayerSpec(
         ngrams=_ngrams(fields, rule, longest, place=place, dtype=dtype),
+        width=width,
+        conv_width=conv_width,
+        dilation=longest,
+        norm_eps=fields.number_or(fields.family.norm_eps),
     )
     return LayerSpec(
         attention=attention,

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
-from raymoe.specs.layer_weights import COMPRESSOR, EXPERTS, HEAD, INDEXER, MERGE, MIXERS, ROUTER
+from raymoe.specs.attention.compressed import COMPRESSOR
+from raymoe.specs.attention.kind import INDEXER
+from raymoe.specs.layer_weights import EXPERTS, HEAD, MERGE, MIXERS, ROUTER
 from raymoe.specs.module_patterns import (
     compiled_pattern,
     is_any,

@@ -23,22 +23,15 @@ from typing import NamedTuple
 
 from raymoe.errors import ConfigError
 from raymoe.specs.layer_weights import (
-    Shape,
     attention_weights,
     common_weights,
     expert_weights,
     layer_prefix,
 )
-from raymoe.specs.layers import (
-    AnyAttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MoeSpec,
-    StatefulSpec,
-)
+from raymoe.specs.layers import DenseSpec, LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import Piece
+from raymoe.specs.weights import Shape, Weight
 
 _ADDED_ONCE = ("o_proj.bias", "down_proj.bias")
 
@@ -81,52 +74,42 @@ def cut_of(name: str, whole: Shape, part: Shape, *, rank: int, count: int) -> Cu
 
 class _Divided:
     def __init__(self, model: ModelSpec, i: int, count: int) -> None:
-        self._spec, self._count = model.layers[i], count
+        self._spec, self.count = model.layers[i], count
         self._where = f"{model.name}, layer {i}"
 
     def layer(self) -> LayerSpec:
         ffn = self._spec.ffn
         return replace(
             self._spec,
-            attention=self._attention(self._spec.attention),
+            attention=self._spec.attention.shard(self),
             ffn=self._dense(ffn) if isinstance(ffn, DenseSpec) else self._moe(ffn),
         )
 
-    def _attention(self, attention: AnyAttentionSpec) -> AnyAttentionSpec:
-        assert not isinstance(attention, StatefulSpec), "such models are not divided"
-        num_heads = self._share("attention heads", attention.num_heads)
-        if isinstance(attention, LatentAttentionSpec):
-            return replace(attention, num_heads=num_heads)
-        num_kv_heads = 1  # shared by several ranks
-        if self._count % attention.num_kv_heads:
-            num_kv_heads = self._share("KV heads", attention.num_kv_heads)
-        return replace(attention, num_heads=num_heads, num_kv_heads=num_kv_heads)
-
     def _dense(self, dense: DenseSpec) -> DenseSpec:
         return replace(
-            dense, hidden=self._share("columns in its feed-forward network", dense.hidden)
+            dense, hidden=self.share("columns in its feed-forward network", dense.hidden)
         )
 
     def _moe(self, moe: MoeSpec) -> MoeSpec:
         shared = moe.shared
         if shared is not None:
-            hidden = self._share("columns in its shared expert", shared.hidden)
+            hidden = self.share("columns in its shared expert", shared.hidden)
             shared = replace(shared, hidden=hidden)
-        hidden = self._share("columns in an expert", moe.expert_hidden)
+        hidden = self.share("columns in an expert", moe.expert_hidden)
         return replace(moe, expert_hidden=hidden, shared=shared)
 
-    def _share(self, what: str, number: int) -> int:
-        if number % self._count:
+    def share(self, what: str, number: int) -> int:
+        if number % self.count:
             raise ConfigError(
-                f"{self._where} has {number} {what}; tensor_parallel_size {self._count} does not "
+                f"{self._where} has {number} {what}; tensor_parallel_size {self.count} does not "
                 "divide them"
             )
-        return number // self._count
+        return number // self.count
 
 
 def _check_groups(model: ModelSpec, part: ModelSpec, i: int) -> None:
     weights = zip(_weights(model, i), _weights(part, i), strict=True)
-    for (name, whole), (_, shape) in weights:
+    for (name, whole, *_), (_, shape, *_) in weights:
         stored = model.format_of(layer_prefix(i) + name, whole)
         if stored is None:
             continue
@@ -146,9 +129,9 @@ def _entry_size(piece: Piece, axis: int | None) -> int:
     return piece.rows if axis == 0 else piece.columns
 
 
-def _weights(model: ModelSpec, i: int) -> Iterator[tuple[str, Shape]]:
+def _weights(model: ModelSpec, i: int) -> Iterator[Weight]:
     layer, hidden_size = model.layers[i], model.hidden_size
     yield from attention_weights(layer, hidden_size)
     yield from common_weights(layer, hidden_size)
-    if isinstance(layer.ffn, MoeSpec):
-        yield from expert_weights(layer.ffn, hidden_size)
+    if layer.moe is not None:
+        yield from expert_weights(layer.moe, hidden_size)

@@ -9,17 +9,17 @@ from functools import lru_cache
 from itertools import groupby
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
+from raymoe.specs.attention.grouped import AttentionSpec
 from raymoe.specs.families.stored_names import EXPERT, Fused, Naming, namings_of
 from raymoe.specs.layer_weights import (
     EXPERTS,
     FFN_NORM,
     HEAD,
     LABEL_HEAD,
-    Shape,
     layer_prefix,
     layer_weights,
 )
-from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.layers import LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_format import (
     SCALES_SUFFIXES,
@@ -29,6 +29,7 @@ from raymoe.specs.weight_format import (
     Piece,
     WeightFormat,
 )
+from raymoe.specs.weights import Shape
 
 _EXPERT_NUMBER = re.compile(rf"(?<=^{re.escape(EXPERTS)})\d+(?=\.)")
 _LAYER = re.compile(r"(?:\w+\.)*layers\.(\d+)\.")

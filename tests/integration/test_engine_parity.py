@@ -6,7 +6,7 @@ import pytest
 from raymoe.config import STATE_DTYPES, EngineConfig
 from raymoe.engine.engine import Engine
 from raymoe.plan.policy import Policy
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS
 from tests.parity.oracle import ROWS

@@ -9,8 +9,8 @@ from raymoe.kernels.paged_kv import VALUE_COLUMNS
 from raymoe.memory.arena import ALIGNMENT as ARENA_ALIGNMENT
 from raymoe.model.loading import ALIGNMENT as LOADED_ALIGNMENT
 from raymoe.rotation import MAX_INPUT_RUN
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.layer_config import HEAD_DIM_MULTIPLE
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(

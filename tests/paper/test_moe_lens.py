@@ -22,8 +22,8 @@ from raymoe.plan.papers.moe_lens import (
 )
 from raymoe.plan.policy import Policy
 from raymoe.plan.search import find_plan
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.hardware import hardware_preset
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, GIB, MIB, TIB

@@ -345,7 +345,7 @@ def _row_bytes(work: ModelWork, rows: RowStatistics) -> float:
 def _token_elements(layer: LayerWork, hidden: int) -> float:
     routed = layer.top_k * (3 * layer.expert_input + 4 * layer.expert_hidden)
     routed += 4 * layer.common_hidden
-    return routed + 6 * hidden + 2 * (layer.query_width + layer.output_width)
+    return routed + 6 * hidden + 2 * (layer.attention.query_width + layer.attention.output_width)
 
 
 def make_model(config: dict[str, object], device: str) -> PreTrainedModel:

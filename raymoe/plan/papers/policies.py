@@ -20,9 +20,11 @@ from raymoe.plan.papers.moe_lightning import LightningOptimizer
 from raymoe.plan.placement import LayerBytes, Placement
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.work import ModelWork
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
+from raymoe.specs.attention.latent import LatentAttentionSpec
 from raymoe.specs.hardware import HardwareSpec
 from raymoe.specs.layer_weights import EXPERTS, layer_prefix
-from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec, MoeSpec
+from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
 from raymoe.units import GB, ceil_div, format_bytes

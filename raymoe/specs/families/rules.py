@@ -9,17 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from raymoe.specs.layers import (
-    GateActivation,
-    GroupScore,
-    NormKind,
-    NormLayout,
-    QkNorm,
-    RecurrentKind,
-    Scoring,
-    StreamMerge,
-)
+from raymoe.specs.attention.grouped import QkNorm
+from raymoe.specs.attention.kind import GateActivation
+from raymoe.specs.attention.recurrent import RecurrentKind
+from raymoe.specs.layers import GroupScore, NormKind, NormLayout, Scoring
 from raymoe.specs.rope import RopeRule
+from raymoe.specs.streams import StreamMerge
 
 WindowedLayers = Literal[
     "none", "all", "even", "even_below_max", "from_max", "all_but_nth", "named"

@@ -9,6 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from raymoe.specs.attention.ngrams import (
+    MAX_TABLE_TENSORS,
+    NGRAM_MULTIPLIERS,
+    NGRAM_OFFSETS,
+    NGRAM_SCALE,
+    NGRAM_SIZES,
+    NGRAM_TABLE,
+    NGRAMS,
+)
+from raymoe.specs.attention.recurrent import RECURRENT
 from raymoe.specs.families.wrappers import MEDIA_TENSORS, WRAPPERS
 from raymoe.specs.layer_weights import (
     ATTENTION_RESULT_NORM,
@@ -18,15 +28,7 @@ from raymoe.specs.layer_weights import (
     INPUT_NORM,
     LATENT_IN,
     LATENT_OUT,
-    MAX_TABLE_TENSORS,
     MERGE,
-    NGRAM_MULTIPLIERS,
-    NGRAM_OFFSETS,
-    NGRAM_SCALE,
-    NGRAM_SIZES,
-    NGRAM_TABLE,
-    NGRAMS,
-    RECURRENT,
 )
 
 EXPERT = "{expert}"

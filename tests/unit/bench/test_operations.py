@@ -14,7 +14,8 @@ from raymoe.bench.workloads import RowLengths, make_checkpoint
 from raymoe.engine.core import EngineCore
 from raymoe.measure.timing import Limits
 from raymoe.plan.step_work import OperationKind, step_work
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.plan.work import MicroBatchShape, ModelWork
+from raymoe.specs.attention.work import AttentionShape
 from raymoe.specs.model import ModelSpec
 
 LIMITS = Limits(flop_per_s=1e11, bytes_per_s=1e10)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from raymoe.engine import core as watchdogs
 from raymoe.engine.core import Watchdog, longest_step_s, stacks_of_all_threads
 from raymoe.plan.policy import Policy
-from raymoe.specs.layers import KV_BLOCK_TOKENS
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 
 
 def test_a_step_that_takes_too_long_is_reported_once():

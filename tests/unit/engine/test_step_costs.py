@@ -1,7 +1,7 @@
 """A cut pass in the numbers of the cost model."""
 
 from raymoe.engine.step_costs import micro_batch_shape
-from raymoe.plan.work import AttentionShape
+from raymoe.specs.attention.work import AttentionShape
 from tests.unit.runtime.test_micro_batches import cut
 
 

@@ -16,7 +16,7 @@ from raymoe.kernels import gpu_gated_streams as gated
 from raymoe.kernels import gpu_streams as kernels
 from raymoe.kernels.gpu_common import TRITON_TYPES, Launch
 from raymoe.kernels.streams import MixerWeights
-from raymoe.specs.layers import StreamsSpec
+from raymoe.specs.streams import StreamsSpec
 from tests.unit.kernels.compile_experts import compile_ahead, resources
 
 SPEC = StreamsSpec(count=4, eps=1e-6, norm_eps=1e-5, sinkhorn_iterations=20)

@@ -27,7 +27,7 @@ from raymoe.kernels.selection import (
     choose_positions_reference,
 )
 from raymoe.kernels.tensors import to_device
-from raymoe.specs.layers import BlockIndexerSpec, PooledIndexerSpec
+from raymoe.specs.attention.grouped import BlockIndexerSpec, PooledIndexerSpec
 from tests.kinds import covering
 from tests.native.attention_cases import BF16, FP16, FP32
 from tests.native.test_cpu_selection import WHOLE, Case

@@ -7,7 +7,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEm
 
 from raymoe.errors import CheckpointError
 from raymoe.kernels.ngrams import NO_TOKEN, fill_table, read_rows, table_rows
-from raymoe.specs.layers import NgramSpec
+from raymoe.specs.attention.ngrams import NgramSpec
 from raymoe.specs.model import ModelSpec
 from tests.unit.specs.config_classes import written
 

@@ -17,7 +17,7 @@ from raymoe.kernels.streams import (
     read_streams,
     stream_logits,
 )
-from raymoe.specs.layers import StreamsSpec
+from raymoe.specs.streams import StreamsSpec
 from tests.kinds import covering
 from tests.triton_mode import DEVICES
 from tests.unit.kernels.ahead import SHARED_BYTES, fitting_kernels

@@ -14,7 +14,8 @@ from raymoe.memory.shared_file import SharedFile
 from raymoe.memory.weight_pages import WeightPages
 from raymoe.memory.weights import WeightStore
 from raymoe.plan.placement import layer_sizes
-from raymoe.specs.layer_weights import NGRAM_TABLE, layer_prefix
+from raymoe.specs.attention.ngrams import NGRAM_TABLE
+from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
 from tests.parity.configurations import CONFIGURATIONS

@@ -14,7 +14,7 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.weights import ShardedWeights, WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import Reduce, decoder_arena_bytes
-from raymoe.specs.layers import AttentionSpec
+from raymoe.specs.attention.grouped import AttentionSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.tensor_shards import cut_of, shard_model
 from raymoe.specs.weight_names import model_weights

@@ -13,7 +13,7 @@ from raymoe.memory.arena import HostArena
 from raymoe.model.compressed import CompressedAttention, compressed_layout
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Rotary
-from raymoe.specs.layers import CompressedAttentionSpec
+from raymoe.specs.attention.compressed import CompressedAttentionSpec
 from raymoe.specs.rope import RopeSpec
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")

@@ -9,14 +9,9 @@ from raymoe.memory.arena import HostArena
 from raymoe.memory.weights import WeightStore
 from raymoe.model.decoder import Decoder
 from raymoe.model.loading import decoder_arena_bytes
-from raymoe.specs.layer_weights import (
-    NGRAM_MULTIPLIERS,
-    NGRAM_OFFSETS,
-    NGRAM_SIZES,
-    TOKEN_EXPERTS,
-    layer_prefix,
-)
-from raymoe.specs.layers import OutputGate
+from raymoe.specs.attention.kind import OutputGate
+from raymoe.specs.attention.ngrams import NGRAM_MULTIPLIERS, NGRAM_OFFSETS, NGRAM_SIZES
+from raymoe.specs.layer_weights import TOKEN_EXPERTS, layer_prefix
 from raymoe.specs.model import LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from raymoe.specs.weight_names import model_weights
 from tests.kinds import covering

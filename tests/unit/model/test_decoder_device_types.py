@@ -15,14 +15,8 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.kernels.tensors import to_device
 from raymoe.model.decoder import Decoder, cache_layouts
 from raymoe.model.loading import PagedLoader
-from raymoe.specs.layer_weights import (
-    EMBEDDING,
-    HEAD,
-    NGRAM_TABLE,
-    TOKEN_EXPERTS,
-    layer_parts,
-    layer_prefix,
-)
+from raymoe.specs.attention.ngrams import NGRAM_TABLE
+from raymoe.specs.layer_weights import EMBEDDING, HEAD, TOKEN_EXPERTS, layer_parts, layer_prefix
 from raymoe.specs.model import DenseSpec, ModelSpec
 from raymoe.specs.weight_names import model_weights
 from tests.parity.cases import get_case

@@ -24,7 +24,7 @@ SPEC = MoeSpec(
 def weights_with(router_EH: Tensor, bias_E: Tensor) -> dict[str, Tensor]:
     weights = {"mlp.gate.weight": router_EH, "mlp.gate.e_score_correction_bias": bias_E}
     for expert in range(NUM_EXPERTS):
-        for name, shape in expert_weights(SPEC, HIDDEN, expert):
+        for name, shape, *_ in expert_weights(SPEC, HIDDEN, expert):
             weights[name] = torch.zeros(shape, dtype=torch.bfloat16)
     return weights
 

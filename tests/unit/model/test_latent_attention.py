@@ -17,7 +17,8 @@ from raymoe.model.attention import LatentAttention
 from raymoe.model.decoder import cache_layouts
 from raymoe.model.loading import Loader
 from raymoe.model.rope import Rotary
-from raymoe.specs.model import LatentAttentionSpec, ModelSpec
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.model import ModelSpec
 from tests.parity.cases import get_case
 from tests.parity.driver import Driver, generate, load_decoder
 from tests.parity.latent_families import LATENT_FAMILIES

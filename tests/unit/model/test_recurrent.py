@@ -12,8 +12,9 @@ from raymoe.kernels.cpu_attention import AttentionBatch
 from raymoe.memory.arena import HostArena
 from raymoe.model.loading import Loader
 from raymoe.model.recurrent import load_recurrent, log_decays, state_layout
-from raymoe.specs.layer_weights import RECURRENT, attention_weights
-from raymoe.specs.layers import DenseSpec, LayerSpec, RecurrentSpec
+from raymoe.specs.attention.recurrent import RECURRENT, RecurrentSpec
+from raymoe.specs.layer_weights import attention_weights
+from raymoe.specs.layers import DenseSpec, LayerSpec
 from tests.reference import ReferenceModel
 
 BOUND = -5.0
@@ -34,7 +35,7 @@ def random_weights(spec: RecurrentSpec, hidden_size: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name.removeprefix(RECURRENT): torch.randn(shape, generator=generator) * shape[-1] ** -0.25
-        for name, shape in attention_weights(layer, hidden_size)
+        for name, shape, *_ in attention_weights(layer, hidden_size)
         if name.startswith(RECURRENT)
     }
 

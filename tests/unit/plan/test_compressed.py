@@ -18,8 +18,9 @@ from raymoe.plan.operations import attention
 from raymoe.plan.placement import Placement
 from raymoe.plan.policy import DevicePolicy, Policy
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import LayerWork, MicroBatchShape, ModelWork
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.attention.work import AttentionWork
 from raymoe.specs.hardware import HARDWARE_PRESETS, Curve, HostCurves
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.workload import Workload
@@ -63,13 +64,13 @@ def test_a_decoding_token_reads_its_window_and_the_entries_before_it(
     layer: int, entries: int, entry_bytes: int, sum_bytes: int
 ) -> None:
     """At 1,024 tokens of context; of an entry of 128 tokens a block keeps four places."""
-    work = WORK.layers[layer].attention(MicroBatchShape.decode(10, 1024).host)
+    work = WORK.layers[layer].attention.of(MicroBatchShape.decode(10, 1024).host)
     assert work.decode_flop == 10 * (128 + entries) * ROW_FLOP
     assert work.prompt_flop == 0
     assert work.read_bytes == 10 * (128 * ROW_BYTES + entry_bytes)
-    assert WORK.layers[layer].updated_bytes == sum_bytes
-    assert WORK.layers[layer].state_bytes == 128 * ROW_BYTES + sum_bytes
-    assert WORK.layers[layer].state_flop == 8 * sum_bytes / 12  # of three float32 numbers
+    assert WORK.layers[layer].attention.updated_bytes == sum_bytes
+    assert WORK.layers[layer].attention.state_bytes == 128 * ROW_BYTES + sum_bytes
+    assert WORK.layers[layer].attention.token_flop == 8 * sum_bytes / 12  # of three float32 numbers
 
 
 def test_a_row_of_1024_takes_what_arithmetic_says() -> None:
@@ -87,7 +88,7 @@ def test_a_prompt_sees_half_of_its_entries_and_its_window() -> None:
     near = 128 * 129 / 2 + (512 - 128) * 128  # pairs of a prompt
     pairs = 512 * 513 / 2
     for layer, ratio in ((CSA, 4), (HCA, 128)):
-        flop = WORK.layers[layer].attention(prompt).prompt_flop
+        flop = WORK.layers[layer].attention.of(prompt).prompt_flop
         assert flop == pytest.approx(2 * (near + pairs / ratio) * ROW_FLOP, rel=1e-3)
 
 
@@ -121,10 +122,10 @@ def test_measured_rates_of_attention_serve_on_cores() -> None:
     rates, layer = StepCost(WORK, node, (MicroBatchShape.decode(10, 1024),)).rates, WORK.layers[CSA]
     shape = MicroBatchShape.decode(10, 1024).host
     flop_s = 10 * (128 + 256) * ROW_FLOP / 4e11
-    assert rates.attention_s(Resource.CPU, shape, layer) == pytest.approx(flop_s)
+    assert rates.attention_s(Resource.CPU, shape, layer.attention) == pytest.approx(flop_s)
     prompt = MicroBatchShape.prefill(1, 512, is_on_host=True).host
-    prompt_s = layer.attention(prompt).prompt_flop / 3e11
-    assert rates.attention_s(Resource.CPU, prompt, layer) == pytest.approx(prompt_s)
+    prompt_s = layer.attention.of(prompt).prompt_flop / 3e11
+    assert rates.attention_s(Resource.CPU, prompt, layer.attention) == pytest.approx(prompt_s)
 
 
 def test_the_link_is_slowed_by_what_cores_read() -> None:
@@ -169,7 +170,9 @@ def test_bounds_count_recent_rows_once_and_the_states_of_live_rows() -> None:
     rows, prompt, generated = 50_000, 512, 128
     workload = Workload(num_rows=rows, prompt_tokens=prompt, generated_tokens=generated)
     bound = device_bound(WORK, NODE, workload)
-    without = [dataclasses.replace(each, recent=None) for each in WORK.layers]
+    without = [
+        dataclasses.replace(each, attention=_without_recent(each.attention)) for each in WORK.layers
+    ]
     less = device_bound(dataclasses.replace(WORK, layers=tuple(without)), NODE, workload)
     near = 128 * 129 / 2 + (prompt - 128) * 128 + (generated - 1) * 128
     rate = NODE.gpu_flop_per_s + NODE.host_flop_per_s
@@ -186,14 +189,18 @@ def test_bounds_count_recent_rows_once_and_the_states_of_live_rows() -> None:
     assert fast.decode_s - none.decode_s == pytest.approx(more)
 
 
+def _without_recent(work: AttentionWork) -> AttentionWork:
+    assert work.state is not None
+    return work._replace(state=work.state._replace(recent=None))
+
+
 def _with_window_of_one() -> ModelSpec:
     return ModelSpec.from_config({**CONFIG, "sliding_window": 1})
 
 
 def test_recurrent_layers_have_no_recent_rows() -> None:
-    layers: tuple[LayerWork, ...] = ModelWork.of(
-        ModelSpec.from_config({"model_type": "kimi_linear"}), 2
-    ).layers
+    model = ModelSpec.from_config({"model_type": "kimi_linear"})
+    layers = [layer.attention for layer in ModelWork.of(model, 2).layers]
     assert all(each.recent is None and each.updated_bytes == each.state_bytes for each in layers)
 
 

@@ -13,6 +13,7 @@ from raymoe.schedule.graph import RESOURCES_OF, Op, Resource, Task
 from raymoe.schedule.placement import LayerPlacement
 from raymoe.schedule.program import StepForm
 from raymoe.schedule.timeline import simulate
+from raymoe.specs.attention.work import Choice
 from raymoe.specs.hardware import Curve, DeviceCurves, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
@@ -255,7 +256,7 @@ def test_what_was_measured_on_the_gpu_replaces_formulas() -> None:
     node = dataclasses.replace(NODE, device_curves=measured)
     decode = MicroBatchShape.decode(10, 500, cpu_attention_fraction=0.0)
     cost = cost_of(decode, node=node)
-    token_bytes = WORK.layers[0].kv_token_bytes
+    token_bytes = WORK.layers[0].attention.kv_token_bytes
     assert work_s(cost, Op.GATTN) == pytest.approx(10 * 500 * token_bytes / 3e9, rel=0.02)
     (prompts,) = StepLoad(prompt_tokens=512, prompt_chunk=128).micro_batches(1, 0.0)
     flop = 4 * 4096 * 512 * 129 / 2
@@ -384,9 +385,9 @@ def test_a_resident_model_attends_for_both_shares() -> None:
 
 def test_layers_with_a_window_read_no_more_than_it() -> None:
     work = ModelWork.of(model_preset("gpt-oss-20b"), 2)
-    assert [layer.window for layer in work.layers[:3]] == [128, None, 128]
+    assert [layer.attention.window for layer in work.layers[:3]] == [128, None, 128]
     cost = StepCost(work, NODE, (MicroBatchShape.decode(10, 1000, cpu_attention_fraction=0.5),))
-    row = work.layers[0].kv_token_bytes
+    row = work.layers[0].attention.kv_token_bytes
 
     def seconds(op: Op, layer: int) -> float:
         task = Task(op=op, layer=layer, part=0, resource=lane_of(op))
@@ -400,11 +401,10 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
 
 def test_layers_with_an_indexer_read_what_they_choose_and_score_the_rest() -> None:
     work = ModelWork.of(ModelSpec.from_config({"model_type": "deepseek_v32"}), 2)
-    layer = work.layers[0]
-    assert (layer.num_chosen, layer.index_token_bytes) == (2048, 2 * 128)
-    assert layer.kv_token_bytes == 2 * (512 + 64 + 128)
-    assert layer.index_pair_flop == 2 * 64 * 128
-    row, index = layer.kv_token_bytes, layer.index_token_bytes
+    attention = work.layers[0].attention
+    assert attention.choice == Choice(2048, 2 * 64 * 128, 2 * 128, copies=True)
+    assert attention.kv_token_bytes == 2 * (512 + 64 + 128)
+    row, index = attention.kv_token_bytes, attention.choice.token_bytes
 
     def seconds(op: Op, context: int, **changes: object) -> float:
         node = dataclasses.replace(NODE, **changes)
@@ -420,7 +420,7 @@ def test_layers_with_an_indexer_read_what_they_choose_and_score_the_rest() -> No
     assert long - short == pytest.approx(5 * 3000 * index / 200e9)
     slow = {"host_flop_per_s": 1e9}
     short, long = seconds(Op.ATTN, 2048, **slow), seconds(Op.ATTN, 5048, **slow)
-    assert long - short == pytest.approx(4 * 5 * 5048 * layer.index_pair_flop / 1e9)
+    assert long - short == pytest.approx(4 * 5 * 5048 * attention.choice.pair_flop / 1e9)
     assert seconds(Op.KV, 5048) == pytest.approx(5 * 5047 * row / 10e9)  # all blocks move
 
 
@@ -462,18 +462,17 @@ def test_pools_blocks_and_entries_are_scored_by_their_keys(
     fields: dict[str, object], num_chosen: int, flop: int, index_bytes: int, copied: int
 ) -> None:
     work = ModelWork.of(ModelSpec.from_config(fields), 2)
-    layer = next(each for each in work.layers if each.num_chosen is not None)
-    assert (layer.num_chosen, layer.index_pair_flop) == (num_chosen, flop)
-    assert layer.index_token_bytes == index_bytes
+    attention = next(each.attention for each in work.layers if each.attention.choice is not None)
+    assert attention.choice == Choice(num_chosen, flop, index_bytes, copies=copied > 0)
     node = dataclasses.replace(NODE, host_flop_per_s=1e18, gpu_flop_per_s=1e18)  # bytes decide
     shape = MicroBatchShape.decode(10, 5048, cpu_attention_fraction=1.0)
     rates = StepCost(work, node, (shape,)).rates
 
     def seconds(context: int) -> float:
         share = MicroBatchShape.decode(10, context, cpu_attention_fraction=1.0).host
-        return rates.attention_s(Resource.CPU, share, layer)
+        return rates.attention_s(Resource.CPU, share, attention)
 
-    rows = 2 * copied * layer.kv_token_bytes
+    rows = 2 * copied * attention.kv_token_bytes
     unread = (8051 - num_chosen) * index_bytes
     more = seconds(8051) - seconds(num_chosen)
     assert more == pytest.approx(10 * (unread + rows) / 100e9)

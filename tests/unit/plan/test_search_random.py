@@ -12,8 +12,10 @@ from raymoe.config import STATE_DTYPES
 from raymoe.errors import InfeasiblePlanError
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.recurrent import RecurrentSpec
 from raymoe.specs.hardware import HARDWARE_PRESETS, HardwareSpec
-from raymoe.specs.layers import AttentionSpec, DenseSpec, RecurrentSpec, projections_of
+from raymoe.specs.layers import DenseSpec, projections_of
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
 from raymoe.specs.workload import Workload

@@ -36,7 +36,9 @@ POLICY = Policy(
 )
 STATE, KV = 0, 3  # layers of each kind
 ROWS = 50
-LAYERS = tuple(LayerPlacement(states_on_device=layer.state_bytes > 0) for layer in WORK.layers)
+LAYERS = tuple(
+    LayerPlacement(states_on_device=layer.attention.state_bytes > 0) for layer in WORK.layers
+)
 
 
 def steps(*, states_on_device: bool, **fields: int) -> Placement:
@@ -57,15 +59,15 @@ def seconds(of: StepCost, op: Op, resource: Resource) -> float:
 
 
 def test_the_preset_has_states_and_kv_where_the_tests_expect_them() -> None:
-    assert WORK.layers[STATE].state_bytes
-    assert not WORK.layers[STATE].kv_token_bytes
-    assert WORK.layers[KV].kv_token_bytes
+    assert WORK.layers[STATE].attention.state_bytes
+    assert not WORK.layers[STATE].attention.kv_token_bytes
+    assert WORK.layers[KV].attention.kv_token_bytes
 
 
 @pytest.mark.parametrize("op", [Op.ATTN, Op.GATTN])
 def test_a_gpu_updates_states_of_all_rows_at_its_memory_s_rate(op: Op) -> None:
     """Of the host's share too: the states of its rows are on the GPU."""
-    num_bytes = 2 * ROWS * WORK.layers[STATE].state_bytes
+    num_bytes = 2 * ROWS * WORK.layers[STATE].attention.state_bytes
     expected = num_bytes / (DEVICE_STATE_EFFICIENCY * NODE.gpu_bytes_per_s)
     assert seconds(cost(), op, Resource.GPU) == pytest.approx(expected)
     measured = replace(device_curves(), state_bytes_per_s=3e11)
@@ -76,7 +78,7 @@ def test_a_gpu_updates_states_of_all_rows_at_its_memory_s_rate(op: Op) -> None:
 def test_prompts_cost_operations_not_bytes() -> None:
     (shape,) = StepLoad(prompt_tokens=4096, prompt_chunk=512).micro_batches(1, 0.0)
     of = StepCost(WORK, NODE, (shape,), layers=LAYERS)
-    flop = 4096 * WORK.layers[STATE].state_flop
+    flop = 4096 * WORK.layers[STATE].attention.token_flop
     expected = flop / (DEVICE_STATE_FLOP_SHARE * NODE.gpu_flop_per_s)
     assert seconds(of, Op.GATTN, Resource.GPU) == pytest.approx(expected)
 
@@ -123,7 +125,7 @@ def test_every_split_of_the_experts_keeps_the_states_on_the_gpu(fields: dict[str
     assert len(planned.splits) == 3
     for split in planned.splits:
         assert [layer.states_on_device for layer in split.layers] == [
-            layer.state_bytes > 0 for layer in WORK.layers
+            layer.attention.state_bytes > 0 for layer in WORK.layers
         ]
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from raymoe.bench.workloads import SHAPES
 from raymoe.plan.step_work import OperationKind, StepWork, Work, step_work
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.plan.work import MicroBatchShape, ModelWork
+from raymoe.specs.attention.work import AttentionShape
 from raymoe.specs.model import ModelSpec
 
 # Two sequences that decode at contexts of 5 and 8, and a prompt of 3 tokens.
@@ -81,8 +82,8 @@ def test_states_are_read_and_written_by_decoding_rows_alone() -> None:
     model = ModelWork.of(ModelSpec.from_config(SHAPES["hybrid"]), 2)
     states = step_work(model, MIXED)[OperationKind.STATES]
     assert len(states) == 9
-    assert states[0].num_bytes == 2 * 2 * model.layers[0].state_bytes
-    assert states[0].flop == TOKENS * model.layers[0].state_flop
+    assert states[0].num_bytes == 2 * 2 * model.layers[0].attention.state_bytes
+    assert states[0].flop == TOKENS * model.layers[0].attention.token_flop
 
 
 def test_attention_in_a_window_reads_no_more_than_it() -> None:
@@ -90,8 +91,11 @@ def test_attention_in_a_window_reads_no_more_than_it() -> None:
     model = ModelWork.of(ModelSpec.from_config(config), 2)
     (attention, *_) = step_work(model, MIXED)[OperationKind.ATTENTION]
     layer = model.layers[0]
-    assert attention.num_bytes == layer.kv_token_bytes * (4 + 4 + 3 + 2 * TOKENS)
-    assert attention.flop == layer.pair_flop * (4 + 4) + layer.prefill_pair_flop * PROMPT_PAIRS
+    assert attention.num_bytes == layer.attention.kv_token_bytes * (4 + 4 + 3 + 2 * TOKENS)
+    assert (
+        attention.flop
+        == layer.attention.pair_flop * (4 + 4) + layer.attention.prompt_pair_flop * PROMPT_PAIRS
+    )
 
 
 def test_the_longer_of_operations_and_bytes_counts() -> None:

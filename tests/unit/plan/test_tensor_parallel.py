@@ -8,8 +8,9 @@ from raymoe.errors import ConfigError
 from raymoe.plan.cost import OVERHEAD_S, PEER_STEP_S, StepCost
 from raymoe.plan.plan import Plan
 from raymoe.plan.search import find_plan
-from raymoe.plan.work import AttentionShape, MicroBatchShape, ModelWork
+from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.attention.work import AttentionShape
 from raymoe.specs.hardware import Curve, HardwareSpec, HostCurves, hardware_preset
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.tensor_shards import shard_model

@@ -12,8 +12,8 @@ from raymoe.plan.policy import Policy, blocks_of, window_blocks
 from raymoe.plan.search import find_plan
 from raymoe.plan.sizes import Sizes
 from raymoe.plan.work import ModelWork
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
 from raymoe.specs.hardware import hardware_preset
-from raymoe.specs.layers import KV_BLOCK_TOKENS
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from raymoe.specs.workload import Workload

@@ -1,5 +1,7 @@
 """Operations and bytes of layers: latent attention, stored formats, dense layers among experts."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,10 +10,13 @@ from raymoe.plan.cost import StepCost
 from raymoe.plan.placement import LayerBytes
 from raymoe.plan.work import MicroBatchShape, ModelWork
 from raymoe.schedule.graph import Op, Resource, Task
+from raymoe.specs.attention.kind import KV_BLOCK_TOKENS
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.attention.recurrent import RecurrentSpec
 from raymoe.specs.hardware import hardware_preset
-from raymoe.specs.layers import KV_BLOCK_TOKENS, LatentAttentionSpec, RecurrentSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, model_preset
+from raymoe.specs.weights import Weight
 from tests.unit.plan.device_jobs import placed_model
 
 V3 = model_preset("deepseek-v3")
@@ -22,7 +27,7 @@ DELTA = model_preset("qwen3.5-35b-a3b")
 def test_layers_and_what_is_outside_of_them_make_the_model(name: str) -> None:
     model = model_preset(name)
     layers = sum(LayerBytes.of(model, i, 2).total for i in range(model.num_layers))
-    outer = model.bytes_of(model.outer_weights().items(), 2)
+    outer = model.bytes_of(itertools.starmap(Weight, model.outer_weights().items()), 2)
     assert layers + outer == model.weight_bytes(2)
     assert placed_model(model, 2).streamed_bytes == layers
 
@@ -51,11 +56,11 @@ def test_a_token_takes_two_operations_for_each_weight_it_meets(name: str) -> Non
 def test_a_token_of_deepseek_caches_one_latent_and_is_bound_by_operations() -> None:
     """128 heads x (576 + 512) products, each an addition and a multiplication, over 1152 bytes."""
     layer = ModelWork.of(V3, 2).layers[5]
-    assert layer.kv_token_bytes == 1152
-    assert layer.pair_flop == 2 * 128 * (576 + 512)
-    assert layer.prefill_pair_flop == 2 * 128 * (192 + 128)
-    assert layer.pair_flop / layer.kv_token_bytes == pytest.approx(242, abs=1)
-    assert (layer.query_width, layer.output_width) == (128 * 576, 128 * 512)
+    assert layer.attention.kv_token_bytes == 1152
+    assert layer.attention.pair_flop == 2 * 128 * (576 + 512)
+    assert layer.attention.prompt_pair_flop == 2 * 128 * (192 + 128)
+    assert layer.attention.pair_flop / layer.attention.kv_token_bytes == pytest.approx(242, abs=1)
+    assert (layer.attention.query_width, layer.attention.output_width) == (128 * 576, 128 * 512)
 
 
 def test_the_cache_takes_the_bytes_of_its_layouts() -> None:
@@ -65,7 +70,7 @@ def test_the_cache_takes_the_bytes_of_its_layouts() -> None:
         for layer, layout in zip(
             work.layers, cache_layouts(model, dtype, torch.bfloat16), strict=True
         ):
-            assert KV_BLOCK_TOKENS * layer.kv_token_bytes == layout.block_bytes
+            assert KV_BLOCK_TOKENS * layer.attention.kv_token_bytes == layout.block_bytes
 
 
 def test_states_of_bfloat16_halve_what_a_sequence_keeps_besides_the_convolution() -> None:
@@ -107,8 +112,8 @@ def test_grouped_attention_takes_what_it_always_took() -> None:
     layer = ModelWork.of(model_preset("mixtral-8x7b"), 2).layers[0]
     assert layer.pre.parameters == 4096 * (4096 + 2 * 1024)
     assert layer.post.parameters == 4096 * 4096
-    assert layer.pair_flop == layer.prefill_pair_flop == 4 * 4096
-    assert (layer.query_width, layer.output_width) == (4096, 4096)
+    assert layer.attention.pair_flop == layer.attention.prompt_pair_flop == 4 * 4096
+    assert (layer.attention.query_width, layer.attention.output_width) == (4096, 4096)
     assert layer.expert.num_bytes == 2 * 3 * 4096 * 14336
 
 
@@ -175,8 +180,10 @@ def test_decays_and_gates_of_kimi_linear_come_from_latents() -> None:
     inputs = 3 * width + latent + 32
     assert layer.pre.parameters == hidden * inputs + latent * width + convolutions
     assert layer.post.parameters == hidden * latent + latent * width + width * hidden
-    assert layer.state_bytes == 4 * 32 * 128 * 128 + 2 * 3 * 3 * width
-    assert layer.query_width == 3 * width + width + 32  # a decay for each dimension of a key
+    assert layer.attention.state_bytes == 4 * 32 * 128 * 128 + 2 * 3 * 3 * width
+    assert (
+        layer.attention.query_width == 3 * width + width + 32
+    )  # a decay for each dimension of a key
 
 
 def test_what_the_host_needs_of_kimi_linear_travels_with_its_decays() -> None:

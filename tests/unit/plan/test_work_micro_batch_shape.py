@@ -3,7 +3,8 @@
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.plan.work import AttentionShape, MicroBatchShape
+from raymoe.plan.work import MicroBatchShape
+from raymoe.specs.attention.work import AttentionShape
 
 
 def test_a_decode_wave_reads_every_context_and_wants_logits_of_every_row() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from raymoe.errors import CheckpointError, RaymoeError, UnsupportedModelError
 from raymoe.specs.adapter_config import AdapterConfig
 from raymoe.specs.adapters import Change, adapted_model, find_changes
-from raymoe.specs.layer_weights import EMBEDDING, HEAD, Shape
+from raymoe.specs.layer_weights import EMBEDDING, HEAD
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.weights import Shape
 from tests.parity.fields import BASE
 from tests.parity.wrapper_families import WRAPPER_FAMILIES
 

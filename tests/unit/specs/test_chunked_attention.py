@@ -3,7 +3,8 @@
 import pytest
 
 from raymoe.errors import UnsupportedModelError
-from raymoe.specs.layers import AttentionSpec, Temperature
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import Temperature
 from raymoe.specs.model import ModelSpec
 
 LLAMA4 = {"model_type": "llama4_text", "max_position_embeddings": 1 << 20}

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.errors import ConfigError, UnsupportedModelError
-from raymoe.specs.layers import (
-    AttentionSpec,
-    BlockIndexerSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    MoeSpec,
-)
+from raymoe.specs.attention.grouped import AttentionSpec, BlockIndexerSpec
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.layers import DenseSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import model_preset
 from tests.unit.specs.config_classes import config_of, meta_model, num_stored_elements, written

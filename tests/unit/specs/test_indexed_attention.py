@@ -5,7 +5,8 @@ import math
 import pytest
 
 from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from raymoe.specs.layers import DenseSpec, LatentAttentionSpec
+from raymoe.specs.attention.latent import LatentAttentionSpec
+from raymoe.specs.layers import DenseSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
 

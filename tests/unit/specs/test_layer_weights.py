@@ -2,9 +2,10 @@
 
 import pytest
 
+from raymoe.specs.attention.grouped import AttentionSpec
 from raymoe.specs.layer_weights import layer_parts, layer_weights, ngram_tables, token_tables
-from raymoe.specs.layers import AttentionSpec
 from raymoe.specs.model import LayerSpec, ModelSpec
+from raymoe.specs.weights import shapes
 from tests.parity.configurations import CONFIGURATIONS, Configuration
 from tests.parity.oracle import make_config
 from tests.unit.specs.config_classes import written
@@ -24,7 +25,7 @@ def test_every_weight_is_in_one_part(configuration: Configuration) -> None:
     for layer in layers:
         parts = layer_parts(layer, hidden)
         held = [weight for part in parts for weight in part.shapes]
-        read_by_host = dict(token_tables(layer)) | dict(ngram_tables(layer))
+        read_by_host = shapes(token_tables(layer)) | shapes(ngram_tables(layer))
         assert sorted([*held, *read_by_host]) == sorted(layer_weights(layer, hidden))
         names = [part.name for part in parts]
         experts = [part for part in names if part not in ("attention", "common")]

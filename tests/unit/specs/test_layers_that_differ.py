@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from raymoe.errors import ConfigError, UnsupportedModelError
-from raymoe.specs.layers import AttentionSpec, LayerSpec, MoeSpec
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.layers import LayerSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.weight_names import locate_weights, model_weights
 from tests.parity.configurations import CONFIGURATIONS

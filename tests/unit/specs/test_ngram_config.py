@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from raymoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from raymoe.specs.layer_weights import NGRAM_SCALE, layer_prefix
-from raymoe.specs.layers import GatedStreamsSpec, RecurrentSpec
+from raymoe.specs.attention.ngrams import NGRAM_SCALE, NgramLayerSpec
+from raymoe.specs.layer_weights import layer_prefix
 from raymoe.specs.model import ModelSpec
+from raymoe.specs.streams import GatedStreamsSpec
 from raymoe.specs.tensor_shards import shard_model
 from raymoe.specs.weight_format import Fp8Block
 from raymoe.specs.weight_names import locate_weights, model_weights
@@ -32,10 +33,9 @@ def test_the_published_table_has_its_rows_hashes_and_bytes() -> None:
     spec = make()
     assert spec.num_layers == 49
     attention = spec.layers[1].attention
-    assert isinstance(attention, RecurrentSpec)
+    assert isinstance(attention, NgramLayerSpec)
     ngrams = attention.ngrams
-    assert ngrams is not None
-    assert (attention.conv_width, attention.conv_channels) == (10, 10_240)
+    assert (attention.conv_width, attention.width) == (10, 10_240)
     assert (ngrams.num_rows, ngrams.row_width) == (320_001_536, 160)
     assert ngrams.tensor_rows == (2_500_012,) * 128
     # As the published checkpoint stores them.

@@ -7,8 +7,10 @@ import transformers
 
 from raymoe.errors import UnknownOptionError, UnsupportedModelError
 from raymoe.specs import model as model_module
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.latent import LatentAttentionSpec
 from raymoe.specs.class_defaults import class_defaults
-from raymoe.specs.layers import AttentionSpec, DenseSpec, LatentAttentionSpec, MoeSpec
+from raymoe.specs.layers import DenseSpec, MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS, PRESET_DEFAULTS, model_preset
 from tests.unit.specs.config_classes import (

@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError
+from raymoe.specs.attention.grouped import AttentionSpec
+from raymoe.specs.attention.kind import OutputGate
+from raymoe.specs.attention.latent import LatentAttentionSpec
 from raymoe.specs.layer_weights import layer_weights
-from raymoe.specs.layers import AttentionSpec, LatentAttentionSpec, MoeSpec, OutputGate
+from raymoe.specs.layers import MoeSpec
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.presets_models import MODEL_PRESETS
 from raymoe.specs.quantization import Quantization

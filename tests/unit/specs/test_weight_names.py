@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import CheckpointError, UnsupportedModelError
-from raymoe.specs.layer_weights import Shape
 from raymoe.specs.model import ModelSpec
 from raymoe.specs.quantization import parse_quantization
 from raymoe.specs.weight_format import Fp8Block
 from raymoe.specs.weight_names import Location, head_names, locate_weights, model_weights
+from raymoe.specs.weights import Shape
 
 SIZES = {
     "hidden_size": 16,

@@ -1,0 +1,1 @@
+"""Kinds of attention, each a class that answers `kind.AttentionKind`."""
