@@ -79,7 +79,8 @@ def _value_places(columns: tl.tensor, offset: tl.tensor, C: tl.constexpr) -> tl.
     `offset` is that of the token in the block, in units.
     """
     tile = columns // VALUE_COLUMNS * VALUE_COLUMNS
-    width = tl.minimum(VALUE_COLUMNS, C.value_dim - tile)
+    # Triton 3.8's interpreter takes no difference whose first part is a constant.
+    width = tl.minimum(VALUE_COLUMNS, -tile + C.value_dim)
     return tile * (BLOCK_TOKENS // C.pair) + columns - tile + offset * width
 
 
