@@ -363,9 +363,8 @@ class MoEGenerator:
         self._has_token_bytes, self._raises = has_token_bytes, not should_continue_on_error
         self._request_cells = RequestCells(self._task) if has_request else None
         config = _with_changes(
-            as_engine_config(engine_config), seed=seed, expected_calls=max_concurrent_calls,
-            linger_s=linger_s, on_too_long=on_too_long, head="none" if task == "embed" else None,
-        )  # fmt: skip
+            as_engine_config(engine_config), task, seed=seed, linger_s=linger_s,
+            expected_calls=max_concurrent_calls, on_too_long=on_too_long)  # fmt: skip
         self._model, open_job = str(model_source), None
         if journal_dir is not None:
             identity, config = _identify(model_source, config)
@@ -377,8 +376,7 @@ class MoEGenerator:
         self._load(model_source, config, name=self._model, status_dir=status_dir, open_job=open_job)
         if self._task is None:
             self._choose_parser(*parsers)
-            self._choose_columns(reader, prefix)
-            self._start_rollouts(rollout, rollout_limits, reader, prefix)
+            self._choose_columns(reader, prefix, rollout, rollout_limits)
 
     def __call__(self, batch: Any) -> Any:
         """Generate for the rows of one batch; blocks until all are done.
@@ -494,17 +492,20 @@ class MoEGenerator:
         if self._engine is not None:
             self._engine.reasoning_parser = self._parser.reasoning
 
-    def _choose_columns(self, reader: RowReader, prefix: str) -> None:
+    def _choose_columns(
+        self, reader: RowReader, prefix: str, rollout: Function | None, limits: object
+    ) -> None:
+        if rollout is not None:
+            self._start_rollouts(rollout, limits, reader, prefix)
+            return
         self._columns = OutputColumns.of(
             reader.defaults, has_choices=reader.has_choices, has_token_bytes=self._has_token_bytes,
             has_request=reader.has_request, parser=self._parser, schema=self._schema, prefix=prefix,
         )  # fmt: skip
 
     def _start_rollouts(
-        self, rollout: Function | None, limits: object, reader: RowReader, prefix: str
+        self, rollout: Function, limits: object, reader: RowReader, prefix: str
     ) -> None:
-        if rollout is None:
-            return
         assert self._engine is not None
         self._columns = RolloutColumns(prefix)
         self._rollouts = Rollouts(
@@ -629,8 +630,10 @@ def _close(reference: "weakref.ref[MoEGenerator]") -> None:
         operator.close()
 
 
-def _with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
+def _with_changes(config: EngineConfig, task: str, **changes: Any) -> EngineConfig:
     given = {name: value for name, value in changes.items() if value is not None}
+    if task == "embed":
+        given["head"] = "none"
     return dataclasses.replace(config, **given)
 
 

@@ -388,7 +388,7 @@ class ModelSpec:
     def check_int8_kv(self) -> None:
         """Raise `ConfigError` where some layer's KV cannot be int8."""
         for i, layer in enumerate(self.layers):
-            if not layer.attention.takes_int8_kv:
+            if not layer.attention.allows_int8_kv:
                 raise ConfigError(
                     "kv_dtype is 'int8', which only plain keys and values of grouped-query "
                     f"attention can have; layer {i} keeps latents, index keys or entries: leave "

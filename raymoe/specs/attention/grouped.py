@@ -233,7 +233,7 @@ class AttentionSpec(AttentionKind):
         return self.sliding_window
 
     @property
-    def takes_int8_kv(self) -> bool:
+    def allows_int8_kv(self) -> bool:
         return self.blocks is None
 
     def weights(self, hidden_size: int) -> Iterator[Weight]:

@@ -147,7 +147,7 @@ class AttentionKind(ABC):
         return None
 
     @property
-    def takes_int8_kv(self) -> bool:
+    def allows_int8_kv(self) -> bool:
         return not self.cache_width
 
     def state_bytes(self, element_bytes: int) -> int:

@@ -6,8 +6,8 @@ import pytest
 
 from raymoe.data.processor import Processor, _around
 
-GOOD = {"prompt": "a", "generated_text": "1", "__inference_error__": ""}
-BAD = {"prompt": "b", "generated_text": "no number", "__inference_error__": ""}
+GOOD = {"prompt": "a", "generated_text": "1", "__inference_error__": "", "__request__": None}
+BAD = GOOD | {"prompt": "b", "generated_text": "no number"}
 
 
 def number(row):
@@ -16,8 +16,8 @@ def number(row):
 
 def processor(*, should_continue_on_error: bool) -> Processor:
     return Processor(
-        model_source="m", operator_kwargs={}, output_names=frozenset(), is_chat=False,
-        preprocess=dict, postprocess=number,
+        model_source="m", model_name="m", operator_kwargs={}, output_names=frozenset(),
+        is_chat=False, preprocess=dict, postprocess=number,
         preprocess_map_kwargs={}, postprocess_map_kwargs={},
         should_continue_on_error=should_continue_on_error,
     )  # fmt: skip
@@ -29,8 +29,7 @@ def test_a_row_that_cannot_be_postprocessed_is_an_error_row():
     failed = finish(dict(BAD))
     message = failed.pop("__inference_error__")
     assert message.startswith("ValueError: while postprocessing the row: invalid literal")
-    assert failed.items() <= BAD.items()
-    assert failed["generated_text"] == "no number"
+    assert (failed["prompt"], failed["generated_text"]) == ("b", "no number")
 
 
 def test_without_leave_to_fail_the_error_is_raised():
