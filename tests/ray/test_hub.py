@@ -51,9 +51,9 @@ def test_a_template_is_checked_with_what_the_token_of_actors_opens(local_ray, tm
     with used_hub(tmp_path / "driver") as hub:
         hub.put("org/demo", DEMO, token="mine", is_gated=True)
         env = {"env_vars": {**hub.environment(tmp_path / "node"), "HF_TOKEN": "mine"}}
-        raymoe.generate(rows(), "org/demo", prompt_template="{{ id }}", runtime_env=env)
         with pytest.raises(CheckpointError, match="gated"):
             raymoe.generate(rows(), "org/demo", prompt_template="{{ id }}")
+        raymoe.generate(rows(), "org/demo", prompt_template="{{ id }}", runtime_env=env)
 
 
 def test_actors_of_a_node_download_a_model_once_with_their_own_token(local_ray, tmp_path) -> None:
