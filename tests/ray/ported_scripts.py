@@ -659,8 +659,8 @@ def raw_prompts_and_failures(llm, data, model, _path):
     rows = [*DATES, {"id": 9, "prompt": "x" * 100}]
     found = processor(data.from_items(rows)).take_all()
     return data.from_items(
-        [{"id": r["id"], "answer": r.get("answer", ""), "failed": bool(r["__inference_error__"]),
-          "start": r.get("prompt", "")[:3]} for r in found]
+        [{"id": r["id"], "answer": r.get("answer") or "", "failed": bool(r["__inference_error__"])}
+         for r in found]
     )  # fmt: skip
 
 
