@@ -10,7 +10,6 @@ is not noticed; `test_device_types` looks for those.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from raymoe.device.emulated import EmulatedDevice
 from raymoe.engine import load, rank_model
 from raymoe.kernels import compressed, elementwise, gated_streams, streams
 from tests.unit.device.fake_cuda import FakeCuda, FakeStream
+from tests.unit.device.native_threads import native_thread_names
 
 HOST_WAITS = (
     Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__,
@@ -110,7 +110,7 @@ class BreakableCuda(DeferredCuda):
 
 def lane_threads() -> list[str]:
     """Names of the threads of lanes, native ones too, as Linux cuts them."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = native_thread_names()
     names += [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("raymoe-lane")]
 

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from raymoe.device.emulated import EmulatedDevice, RandomStalls, sleep_until
 from raymoe.errors import CapacityError, ConfigError
 from raymoe.schedule.graph import Op, Resource, Task
 from raymoe.units import KIB, MIB
+from tests.unit.device.native_threads import native_thread_names
 
 LOAD = Task(op=Op.W, layer=0, part=0, resource=Resource.HTOD)
 
@@ -108,9 +108,8 @@ MOVERS = tuple(f"raymoe-lane-{lane}"[:15] for lane in ("pages", "kv", "htod", "d
 
 def _threads() -> list[str]:
     """Names of Python threads of lanes, and of native ones as Linux cuts them."""
-    native = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     names = [thread.name for thread in threading.enumerate() if "raymoe-lane" in thread.name]
-    return sorted([*names, *(name for name in native if name in MOVERS)])
+    return sorted([*names, *(name for name in native_thread_names() if name in MOVERS)])
 
 
 def test_there_is_a_lane_for_every_resource_and_it_is_in_inference_mode(
